@@ -26,10 +26,12 @@ COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
 RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 COPY --from=wheel /opt/kvpool /usr/local
 RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/kvpool
+VOLUME /var/lib/kvpool
 USER 10001:10001
 # It starts with TLS (KVPOOL_SERVE_TLS_CERT, KVPOOL_SERVE_TLS_KEY), or if told which of grpc and metrics may be plaintext:
 # KVPOOL_SERVE_ALLOW_PLAINTEXT. Its own health is asked for on a unix socket, which needs neither.
-ENV KVPOOL_SERVE_LISTEN="0.0.0.0:50051 unix:/tmp/kvpool.sock" KVPOOL_SERVE_METRICS_LISTEN=0.0.0.0:9464
+ENV KVPOOL_SERVE_LISTEN="0.0.0.0:50051 unix:/tmp/kvpool.sock" KVPOOL_SERVE_METRICS_LISTEN=0.0.0.0:9464 \
+    KVPOOL_SERVE_JOURNAL=/var/lib/kvpool
 EXPOSE 50051 9464
 HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 CMD ["kvpool", "health", "unix:/tmp/kvpool.sock"]
 CMD ["serve"]

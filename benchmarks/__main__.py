@@ -14,7 +14,7 @@ from benchmarks.earlier import compare as compare_with
 from benchmarks.earlier import read_earlier
 from benchmarks.report import Report
 from benchmarks.scale import FULL, QUICK
-from benchmarks.tables import Grid, grids, markdown
+from benchmarks.tables import Grid, grids
 from benchmarks.vllm_side import VllmSide
 from benchmarks.workloads import WorkloadError
 from kvpool.cli.progress import progress
@@ -43,12 +43,6 @@ _PIPED_WIDTH = 140
     "--save", type=click.Path(dir_okay=False, path_type=Path), help="Also write the JSON object to this file."
 )
 @click.option(
-    "--markdown",
-    "markdown_file",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the tables to this file.",
-)
-@click.option(
     "--plots",
     type=click.Path(file_okay=False, path_type=Path),
     help="Draw SVG pictures into this folder; needs matplotlib.",
@@ -61,7 +55,6 @@ def bench(  # noqa: PLR0913 - one parameter per option
     quick: bool,
     only: tuple[str, ...],
     save: Path | None,
-    markdown_file: Path | None,
     plots: Path | None,
 ) -> None:
     """Measure what allocator work costs: in process, through a server, and in vLLM's KV cache manager.
@@ -81,7 +74,6 @@ def bench(  # noqa: PLR0913 - one parameter per option
     line = json.dumps(report.as_json())
     try:
         _write(save, line + "\n")
-        _write(markdown_file, markdown(report))
         if plots:
             _plot(report, plots)
     except OSError as error:
@@ -95,8 +87,8 @@ def _measure(python: str | None, sections: tuple[str, ...], *, quick: bool) -> R
     scale = QUICK if quick else FULL
     side = _vllm_side(python)
     try:
-        with progress("measuring", suite.num_rounds(scale, sections), "rounds") as console:
-            return suite.measure(scale, sections, side, console.advance)
+        with progress("measuring", suite.num_rounds(scale, sections), "rounds") as advance:
+            return suite.measure(scale, sections, side, advance)
     except WorkloadError as error:
         raise click.ClickException(f"a workload did not do the intended work: {error}") from error
     finally:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from benchmarks.race import Figures
 from benchmarks.scale import Scale
@@ -92,6 +92,14 @@ class Report:
         if self.compare is not None:
             answer["compare"] = _rounded(self.compare)
         return answer
+
+    @classmethod
+    def from_json(cls, answer: Mapping[str, Any]) -> "Report":
+        """Returns the report of which `as_json` returned this."""
+        vllm = dict(answer["vllm"] or {})
+        version = vllm.pop("version", "")
+        read = {"settings": Scale(**answer["settings"]), "vllm": vllm or None, "vllm_version": version}
+        return cls(**{**answer, **read})
 
     def work_out_ratios(self) -> None:
         """Computes the ratios between figures of this run."""

@@ -9,6 +9,7 @@ from benchmarks.workloads import NewBlocks, Task, WorkloadError
 from kvpool.client import Allocation, BlockHasher, Client, ComputedBlocks, Request, Session
 from kvpool.client.results import Decodes
 from kvpool.core.ids import BlockHash
+from kvpool.wire.pools import config_from_proto
 
 _OTHER_WORK_SECONDS: Final = 0.005
 """Longer than the service needs for a step, so that the answer has arrived when the scheduler takes it."""
@@ -35,8 +36,8 @@ class SessionTarget:
     """See `Target`."""
 
     def __init__(self, client: Client, name: str, task: Task) -> None:
-        info = client.create_pool(pool_config(name, task))
-        self._hasher = BlockHasher(info.config.hash_scheme, info.config.hash_block_size)
+        config = config_from_proto(client.create_pool(pool_config(name, task)).config)
+        self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size)
         self._session = client.open_session(name)
         self._count = 0
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["support.process_logs", "support.processor_time"]
 
+os.environ.setdefault("KVPOOL_SERVE_NO_JOURNAL", "1")  # nothing is written to the home of the user
 os.environ.setdefault("KVPOOL_SERVE_PAST_EPOCH", "0")  # small numbers to compare with; without it they follow the time
 
 DEPTHS = {"quick": ({"slow", "complete"}, 10), "change": ({"complete"}, 50), "all": (set[str](), 100)}

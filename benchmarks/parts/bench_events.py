@@ -1,4 +1,4 @@
-"""Measures the cost of block events: steps during a snapshot, and steps with a publisher. Prints one JSON object.
+"""Measures the cost of block events: steps with events, and steps during a snapshot. Prints one JSON object.
 
 A pool has 1,000,000 blocks of 16 tokens, all cached. Server and clients are separate processes. A step admits an
 uncached prompt of 16 blocks, which evicts 16 blocks, and frees it. Machines are noisy: compare within one run only.
@@ -13,11 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import zmq
-
 from kvpool.client import FullAttentionSpec, KVCacheGroup, PoolConfig, PrefixIndex, Session, connect
 from kvpool.core.ids import PoolName
-from support.events import Subscriber
 from support.server import ServerProcess
 
 NUM_BLOCKS, BLOCK_SIZE, STEP_BLOCKS = 1_000_000, 16, 16
@@ -56,7 +53,7 @@ def summary(seconds: list[float]) -> dict[str, float]:
     return {name: round(value * 1000, 2) for name, value in picks.items()}
 
 
-def watch_over_grpc(address: str, sizes: Any) -> None:
+def watch(address: str, sizes: Any) -> None:
     with connect(address) as client:
         index, start = PrefixIndex(), time.perf_counter()
         for batch in client.watch("m", snapshot=True):
@@ -66,17 +63,7 @@ def watch_over_grpc(address: str, sizes: Any) -> None:
                 return
 
 
-def watch_over_zeromq(endpoint: str, sizes: Any) -> None:
-    subscriber, start = Subscriber(), time.perf_counter()
-    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-        socket.connect(endpoint)
-        socket.send_multipart([b"", subscriber.asks.popleft()])
-        while not subscriber.is_settled:
-            subscriber.answer(socket.recv_multipart()[1:])
-    sizes.put((len(subscriber.known), time.perf_counter() - start))
-
-
-def during(load: Load, watch: Any, where: str) -> dict[str, Any]:
+def during_snapshot(load: Load, where: str) -> dict[str, Any]:
     """Measures steps while another process takes a snapshot."""
     sizes: Any = multiprocessing.Queue()
     process = multiprocessing.Process(target=watch, args=(where, sizes))
@@ -95,10 +82,9 @@ def server_rss_bytes(server: ServerProcess) -> int:
 
 
 def run(folder: Path) -> Iterator[tuple[str, Any]]:
-    for name, events, published in (("no_events", False, False), ("events", True, False), ("published", True, True)):
+    for name, events in (("no_events", False), ("events", True)):
         where = f"unix:{folder / name}"
-        endpoints = {"endpoint": f"ipc://{folder / 'e'}", "replay_endpoint": f"ipc://{folder / 'r'}"}
-        server = ServerProcess(where, events=endpoints if published else {})
+        server = ServerProcess(where)
         with connect(where) as client:
             client.create_pool(config("m", events=events))
             with client.open_session("m") as session:
@@ -107,10 +93,8 @@ def run(folder: Path) -> Iterator[tuple[str, Any]]:
                     load.serve(FILL_BLOCKS)
                 yield f"{name}_rss_mib", server_rss_bytes(server) // 2**20
                 yield f"{name}_steps", summary(load.serve_for(2000))
-                if events and not published:
-                    yield "during_grpc_snapshot", during(load, watch_over_grpc, where)
-                if published:
-                    yield "during_zeromq_snapshot", during(load, watch_over_zeromq, endpoints["replay_endpoint"])
+                if events:
+                    yield "during_snapshot", during_snapshot(load, where)
         server.stop()
 
 

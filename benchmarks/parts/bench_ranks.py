@@ -25,7 +25,9 @@ MEMORY_BYTES = 2**28
 def milliseconds_to_ready(world_size: int, folder: Path) -> float:
     """Forms a pool with the layers of a model like Llama 3 8B, once."""
     address = f"unix:{folder / 'socket'}"
-    with subprocess.Popen([KVPOOL, "serve", "--listen", address], stderr=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(
+        [KVPOOL, "serve", "--listen", address, "--no-journal"], stderr=subprocess.PIPE, text=True
+    ) as server:
         assert server.stderr
         while "kvpool: listening" not in server.stderr.readline():
             pass

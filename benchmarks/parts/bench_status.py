@@ -34,7 +34,7 @@ class Viewers:
 
     def __init__(self, port: int, count: int) -> None:
         self.num_bytes = 0
-        self._answers = [urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/stream") for _ in range(count)]
+        self._answers = [urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v2/stream") for _ in range(count)]
         self._threads = [threading.Thread(target=self._read, args=(each,), daemon=True) for each in self._answers]
 
     def __enter__(self) -> Self:
@@ -63,7 +63,7 @@ def share_of_a_core(process_id: int, seconds: float) -> float:
 
 def cost_seconds(port: int) -> float:
     """Time in the allocator's loop for the copy before the newest."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v1/server.json") as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/api/v2/server.json") as answer:
         return float(json.load(answer)["cost_seconds"])
 
 

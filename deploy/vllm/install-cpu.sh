@@ -7,7 +7,7 @@ set -eu
 
 python=$1
 lock=${2:-$(dirname "$0")/requirements.lock}
-pip() { "$python" -m pip "$@" --quiet --disable-pip-version-check; }
+pip() { "$python" -m pip "$@" --disable-pip-version-check; }
 
 # No dependencies: the lock names them all. It leaves out what vLLM's metadata asks for in vain, see
 # tests/engine/overrides.txt.

@@ -1,12 +1,13 @@
 """Draws the diagrams of the documentation; `make diagrams` writes them, and a test compares them with this source.
 
-A diagram is a list of boxes and arrows. Coordinates are pixels, with the origin at the top left.
+A diagram is a list of boxes, arrows and bars. Coordinates are pixels, with the origin at the top left.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 LINE_HEIGHT: Final = 17
 FILLS: Final = {"client": "#e3f2fd", "server": "#ede7f6", "core": "#d1c4e9", "rank": "#e8f5e9", "other": "#f5f5f5"}
@@ -61,7 +62,30 @@ class Arrow:
         return f'{line}\n<text x="{x}" y="{y}" class="label">{escape(self.label)}</text>'
 
 
-def diagram(width: int, height: int, description: str, parts: list[Box | Arrow]) -> str:
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A horizontal bar between its label, 150 pixels wide, and its value; empty if its length is 0."""
+
+    x: int
+    y: int
+    length: int
+    fill: str
+    label: str
+    value: str = ""
+
+    def svg(self) -> str:
+        """The bar as SVG."""
+        start = self.x + 150
+        position = f'x="{start}" y="{self.y}" width="{self.length}" height="20"'
+        parts = [
+            f'<text x="{self.x}" y="{self.y + 14}" class="label">{escape(self.label)}</text>',
+            f'<rect {position} fill="{FILLS[self.fill]}" stroke="#5f6368"/>',
+            f'<text x="{start + self.length + 6}" y="{self.y + 14}" class="label">{escape(self.value)}</text>',
+        ]
+        return "\n".join(parts)
+
+
+def diagram(width: int, height: int, description: str, parts: list[Box | Arrow | Bar]) -> str:
     """A whole SVG file."""
     body = "\n".join(part.svg() for part in parts)
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"
@@ -130,7 +154,7 @@ def architecture() -> str:
                 "or any user of kvpool.client",
             )),
             Box(20, 100, 230, 45, "client", "scheduler B", ("another process, the same pool",)),
-            Box(20, 163, 230, 45, "other", "router", ("block events: gRPC or ZeroMQ",)),
+            Box(20, 163, 230, 45, "other", "router", ("block events: Watch",)),
             Box(20, 226, 230, 45, "other", "Prometheus, kvpool top", ("metrics, lists, drain, reset",)),
             Box(400, 20, 400, 250, "server", "kvpool server: one process, one event loop", (
                 "decode, authenticate, wait for a fair turn",
@@ -215,6 +239,42 @@ def life_of_a_request() -> str:
             Arrow(((200, 352), (200, 380))),
         ],
     )  # fmt: skip
+
+
+def vllm_on_a_gpu(figures: Mapping[str, Any], ran: str) -> str:
+    """Figures of the stage `vllm-figures` of tests/gpu: decode on kvpool, and the first token after a restart.
+
+    Args:
+        figures: What the stage printed.
+        ran: Where.
+    """
+    alone, kvpool, ratio = (figures[side] for side in ("alone", "kvpool", "ratio"))
+    decode = {name.rpartition("_")[2]: ratio[name] for name in ratio if name.startswith("decode_tokens_per_s_at_")}
+    first = {
+        "vLLM alone": ("rank", alone["restart_known_prompt_ms"]),
+        "kvpool, a new prompt": ("core", kvpool["restart_new_prompt_ms"]),
+        "kvpool, cached before": ("core", kvpool["restart_known_prompt_ms"]),
+    }
+    longest = max(decode.values()), max(milliseconds for _, milliseconds in first.values())
+    height = 90 + 28 * len(decode)
+    return diagram(
+        820,
+        height + 20,
+        "vLLM on kvpool beside vLLM alone, on a GPU.",
+        [
+            Box(20, 20, 380, height - 40, "other", "decode: tokens/s relative to vLLM alone"),
+            *(
+                Bar(35, 60 + 28 * row, round(150 * value / longest[0]), "core", f"{running} running", f"{value:.0%}")
+                for row, (running, value) in enumerate(decode.items())
+            ),
+            Box(420, 20, 380, height - 40, "other", "first token after a restart of the engine"),
+            *(
+                Bar(435, 60 + 28 * row, round(150 * value / longest[1]), fill, label, f"{value:g} ms")
+                for row, (label, (fill, value)) in enumerate(first.items())
+            ),
+            Bar(20, height - 10, 0, "other", ran),
+        ],
+    )
 
 
 DIAGRAMS: Final = {

@@ -19,11 +19,9 @@ from kvpool.cli import top_sample, top_view
 from kvpool.cli.top_sample import Sample
 from kvpool.client import PoolState, ReuseOrder, connect
 from kvpool.client.admin import AdminClient
-from kvpool.replay import play
 from kvpool.replay.play import PoolOptions
-from kvpool.replay.processes import Reporter
-from kvpool.replay.scheduler import SchedulerOptions
-from kvpool.replay.workload import ChatShare, Workload
+from kvpool.replay.scheduler import Scheduler
+from kvpool.replay.workload import ChatShare
 from support.ranks import registration
 from support.server import ServerProcess
 from support.waiting import wait_until
@@ -68,23 +66,30 @@ def lose_a_rank() -> None:
         rank.wait_for("ready")
     ranks[1].cut()
     with connect(ADDRESS) as client:
-        wait_until(lambda: client.get_pool(RANKED).state is PoolState.DEGRADED, "the pool is degraded")
+        wait_until(lambda: client.get_pool(RANKED).state == PoolState.POOL_STATE_DEGRADED, "the pool is degraded")
 
 
 def sampled_at_work() -> tuple[Sample, Sample]:
     """Takes two samples, one second apart, while three schedulers play chats."""
-    shares: list[Workload] = [ChatShare(2026, index, 150, 5) for index in range(3)]
-    options = SchedulerOptions(ADDRESS, POOL.name, max_num_seqs=48, max_num_batched_tokens=2048)
-    reporter = Reporter(lambda _: None, print)
-    chat = threading.Thread(target=play.replay_shares, args=(POOL, shares, options, reporter))
-    chat.start()
+    with connect(ADDRESS) as client:
+        POOL.create(client)
+    players = [threading.Thread(target=chat, args=(index,)) for index in range(3)]
+    for player in players:
+        player.start()
     with AdminClient(ADDRESS) as admin:
         wait_until(lambda: lookups(admin) >= LOOKUPS, "prompts have been looked up", seconds=60)
         before = top_sample.take(admin)
         time.sleep(1)
         now = top_sample.take(admin)
-    chat.join()
+    for player in players:
+        player.join()
     return before, now
+
+
+def chat(index: int) -> None:
+    """Plays the chats of one scheduler."""
+    with connect(ADDRESS) as client, client.open_session(POOL.name, client_name=f"kvpool-scheduler-{index}") as session:
+        Scheduler(session, ChatShare(2026, index, 150, 5), max_num_seqs=48, max_num_batched_tokens=2048).run()
 
 
 def lookups(admin: AdminClient) -> int:

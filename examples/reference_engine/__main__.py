@@ -19,9 +19,10 @@ from examples.reference_engine.generate import Generation, generate
 from examples.reference_engine.prompts import Prompts
 from kvpool.cli.progress import progress
 from kvpool.cli.tables import print_facts
-from kvpool.client import KvpoolError
+from kvpool.client import KvpoolError, PoolState
 from kvpool.replay import ChildError
 from kvpool.replay.children import own_server
+from kvpool.wire.readable import word
 
 _POOL: Final = "reference-engine"
 _MODEL: Final = ReferenceConfig("sliding")
@@ -56,9 +57,9 @@ def main(  # noqa: PLR0913 - one per option
     try:
         with (
             nullcontext(server) if server else own_server() as address,
-            nullcontext() if as_json else progress("generating", requests * len(workloads)) as console,
+            nullcontext() if as_json else progress("generating", requests * len(workloads)) as advance,
         ):
-            done = generate(address, pool, deployment, workloads, console.advance if console else lambda _: None)
+            done = generate(address, pool, deployment, workloads, advance or (lambda _: None))
     except (KvpoolError, ChildError) as error:
         raise click.ClickException(str(error)) from error
     if as_json:
@@ -93,8 +94,12 @@ def _workloads(count: int) -> list[Prompts]:
 
 def _print(done: Generation) -> None:
     counts, pool = done.counts, done.pool
+    state = word(PoolState, pool.state)
     rows = [
-        ("ranks", f"{len(pool.ranks)}, {pool.config.num_blocks} blocks, {pool.state.value}, epoch {pool.epoch}"),
+        (
+            "ranks",
+            f"{len(pool.ranks)}, {pool.config.num_blocks} blocks, {state}, epoch {pool.epoch}",
+        ),
         ("requests", f"{counts.requests:,}"),
         ("generated tokens", f"{counts.output_tokens:,}"),
         ("preemptions", f"{counts.preemptions:,}"),

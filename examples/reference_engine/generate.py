@@ -11,12 +11,11 @@ from examples.reference_engine.dense import DenseModel
 from examples.reference_engine.deployment import Deployment, running_ranks
 from examples.reference_engine.prompts import Prompts
 from examples.reference_engine.rank import START_SECONDS
+from examples.reference_engine.schedulers import SchedulerOptions, play_concurrently
 from examples.reference_engine.step_link import StepLink
 from kvpool.client import PoolInfo, connect
 from kvpool.replay import ChildError
-from kvpool.replay.processes import Reporter, play_concurrently
 from kvpool.replay.result import Counts
-from kvpool.replay.scheduler import SchedulerOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +68,12 @@ def generate(
         options = SchedulerOptions(
             address,
             pool,
-            0.0,
             deployment.max_num_seqs,
             deployment.max_num_batched_tokens,
             partial(StepLink.of_session, ranks.socket, ranks.authkey),
             start_after_requests=2,
         )
-        played = play_concurrently(workloads, options, Reporter(advance, complaints.append))
+        played = play_concurrently(workloads, options, advance, complaints.append)
         info = client.get_pool(pool)
     if complaints:
         raise ChildError("; ".join(complaints))

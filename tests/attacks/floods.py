@@ -29,9 +29,12 @@ _PEERS: Final = 400
 _STRANGERS: Final = 256
 _TLS_GREETING: Final = b"\x16\x03\x01\x02\x00\x01"
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-_ZMTP_GREETING: Final = b"\xff" + bytes(8) + b"\x7f\3\0" + b"NULL".ljust(20, b"\0") + bytes(32)
-_ZMTP_READY: Final = b"\4\x19\5READY\x0bSocket-Type\0\0\0\3SUB"
-_SCRAPE: Final = b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"
+_SCRAPES: Final = [
+    b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: %b\r\nAccept-Encoding: %b\r\n\r\n" % (accept, encoding)
+    for accept in (b"text/plain", b"application/openmetrics-text")
+    for encoding in (b"identity", b"gzip")
+]
+"""A scrape in each format."""
 
 
 def flood_connections(assault: Assault) -> None:
@@ -40,8 +43,8 @@ def flood_connections(assault: Assault) -> None:
 
 
 def flood_metrics(assault: Assault) -> None:
-    """Opens connections to the metrics port that say nothing, half a request, or read no response."""
-    _flood_port(assault, assault.target.metrics_port, b"", _SCRAPE[:15], _SCRAPE)
+    """Opens connections to the metrics port that say nothing, half a request, or scrape in a format; reads nothing."""
+    _flood_port(assault, assault.target.metrics_port, b"", _SCRAPES[0][:15], *_SCRAPES)
 
 
 def scrape(target: Target) -> None:
@@ -50,11 +53,6 @@ def scrape(target: Target) -> None:
         url = f"http://127.0.0.1:{target.metrics_port}/{page}"
         with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
             assert answer.read(), page
-
-
-def flood_events(assault: Assault) -> None:
-    """Opens connections to the port of block events that say nothing, half a greeting, or that they subscribe."""
-    _flood_port(assault, assault.target.events_port, b"", _ZMTP_GREETING[:11], _ZMTP_GREETING + _ZMTP_READY)
 
 
 def flood_lender(assault: Assault) -> None:
@@ -95,7 +93,6 @@ def _bad_hellos(target: ShardTarget) -> list[bytes]:
         replace(member, member_id=MemberId("../")),
         replace(member, member_id=MemberId("")),
         replace(member, replication_address="\0"),
-        replace(member, zone="z" * 2**13),
         replace(member, addresses=("127.0.0.1:1",) * 500),
     ]
     hellos = [replace(hello, member=each) for each in members]

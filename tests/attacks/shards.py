@@ -71,10 +71,9 @@ class ShardTarget(Target):
         with self.channel("operator") as channel:
             stub = directory_pb2_grpc.DirectoryServiceStub(channel)
             try:
-                answer = stub.ListShards(directory_pb2.ListShardsRequest(), timeout=_ANSWER_SECONDS)
+                return stub.GetShard(directory_pb2.GetShardRequest(), timeout=_ANSWER_SECONDS).shard
             except grpc.RpcError:
                 return None
-        return next((shard for shard in answer.shards if shard.name == _SHARD), None)
 
     def errors(self) -> list[dict[str, str]]:
         """See `Target`; those of the standby too."""

@@ -1,16 +1,23 @@
 """Attacks by a token that takes all that it may."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from attacks.attack import Assault, refusal
 from attacks.target import TENANTS, Target
 from kvpool.core.errors import ExhaustedError, UnavailableError
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, directory_pb2, directory_pb2_grpc
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
+from support.server import pool_config
 from support.waiting import DEADLINE_SECONDS
 
-_NAMES = 256
+_SCOPES = 500
+_BLOCKS = 4_000
 _PAUSE_SECONDS = 0.1
+_MAX_BLOCKS, _MIN_BLOCKS = 16, 32
+"""Quotas in a pool of 63 blocks, of which the tenant takes five."""
+_PROMPT_TOKENS = 32
 
 
 def open_sessions(assault: Assault) -> None:
@@ -29,17 +36,46 @@ def open_session(target: Target) -> None:
         pass
 
 
-def place_pools(assault: Assault) -> None:
-    """Has the cluster place 256 pools that are never created, again and again."""
-    num_refused = 0
-    with assault.target.channel("attacker") as channel:
-        stub = directory_pb2_grpc.DirectoryServiceStub(channel)
+def free_behind_steps(assault: Assault) -> None:
+    """Frees blocks of a shared pool behind launched steps, which it never reports as executed."""
+    with (
+        assault.target.connect("attacker") as client,
+        client.open_session(TENANTS[0], max_blocks=_MAX_BLOCKS) as session,
+    ):
+        while not assault.is_over.wait(_PAUSE_SECONDS / 10):
+            number = session.sequence
+            request = session.request(f"{number}", range(number, number + _PROMPT_TOKENS))
+            session.admit(request)
+            with session.step(launched_sequence=session.sequence) as step:
+                step.free(request)
+    assert session.sequence > _MAX_BLOCKS, "it has freed few blocks"
+
+
+def use_minimum(target: Target) -> None:
+    """Opens a session of the shared pool with a minimum, and takes all of it."""
+    with (
+        target.connect(TENANTS[1], deadline_seconds=5) as client,
+        client.open_session(TENANTS[0], min_blocks=_MIN_BLOCKS) as session,
+    ):
+        assert session.admit(session.request("all", range(1000, 1000 + _MIN_BLOCKS * 4)))
+
+
+def open_scopes(assault: Assault) -> None:
+    """Keeps many weights versions of a pool with events in use, and replaces its cached blocks again and again."""
+    name, num_tokens = "attacker", 4 * _BLOCKS
+    config = replace(pool_config(name, _BLOCKS + _SCOPES + 2, enable_events=True), max_model_len=num_tokens + 1)
+    with assault.target.connect(name) as client, ExitStack() as opened:
+        client.create_pool(config)
+        for i in range(_SCOPES):
+            session = opened.enter_context(client.open_session(name))
+            session.set_weights_version(f"version {i}")
+            assert session.admit(session.request("kept", range(4)))
+        number = 0
         while not assault.is_over.is_set():
-            for number in range(_NAMES):
-                request = directory_pb2.PlaceRequest(pool_name=f"never-{number}")
-                num_refused += _is_exhausted(partial(stub.Place, request, timeout=DEADLINE_SECONDS))
-            assault.is_over.wait(_PAUSE_SECONDS)
-    assert num_refused, "the token may place all names"
+            number += 1
+            request = session.request(str(number), range(number, number + num_tokens))
+            assert session.admit(request)
+            session.free(request)
 
 
 def _is_exhausted(call: Callable[[], object]) -> bool:

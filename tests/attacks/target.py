@@ -1,4 +1,4 @@
-"""A real `kvpool serve` with TLS, tokens, a journal, metrics and block events, and the tenants that work on it."""
+"""A real `kvpool serve` with TLS, tokens, a journal and metrics, and the tenants that work on it."""
 
 import json
 import urllib.request
@@ -50,7 +50,6 @@ class Target:
         server: The server.
         port: Port of the calls.
         metrics_port: Port of the metrics.
-        events_port: Port of the block events of the first pool.
     """
 
     def __init__(
@@ -59,14 +58,13 @@ class Target:
         self.folder = folder
         self.journal = folder / "journal"
         self.tokens = folder / "tokens.toml"
-        self.port, self.metrics_port, self.events_port = free_port(), free_port(), free_port()
+        self.port, self.metrics_port = free_port(), free_port()
         self.authority = Authority(folder, "ca")
         certificate = self.authority.issue("localhost", "127.0.0.1")
         self.tls_options = ["--tls-cert", str(certificate.cert), "--tls-key", str(certificate.key)]
         write_tokens(self.tokens, TOKENS)
         all_options: list[object] = ["--metrics-listen", f"127.0.0.1:{self.metrics_port}", "--log-format", "json"]
         all_options += ["--tokens", self.tokens, "--journal", self.journal, "--max-pools", MAX_POOLS]
-        all_options += ["--events-endpoint", f"tcp://*:{self.events_port}", "--allow-plaintext", "events"]
         all_options += [*self.tls_options, *self.more_options(), *options]
         self.server = CommandLineServer(self.address, options=all_options, prefix=prefix, stderr=stderr, waits=False)
         wait_until(lambda: not self.server.is_alive or self.is_ready(), "the server is ready")

@@ -83,6 +83,20 @@ def test_each_image_is_built_by_one_service() -> None:
     assert sorted(built) == [f"${{KVPOOL_{name.upper()}_IMAGE:-kvpool-{name}}}" for name in names]
 
 
+def test_images_that_are_not_built_here_are_named_by_their_digest() -> None:
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"].values()
+    foreign = {service["image"] for service in services if ":-kvpool-" not in service["image"]}
+    assert len(foreign) == 2
+    assert all(re.fullmatch(r"\$\{\w+:-[^@}]+:[^@}]+@sha256:[0-9a-f]{64}\}", image) for image in foreign)
+
+
+def test_grafana_has_no_user_with_a_known_password() -> None:
+    grafana = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["grafana"]["environment"]
+    assert grafana["GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION"] == "true"
+    assert grafana["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"
+    assert not [name for name in grafana if "PASSWORD" in name]
+
+
 def test_grafanas_files_are_mounted_where_it_looks() -> None:
     grafana = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["grafana"]
     mounts = dict(volume.split(":")[:2] for volume in grafana["volumes"])

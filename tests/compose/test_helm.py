@@ -24,6 +24,8 @@ from support.waiting import DEADLINE_SECONDS
 
 Object = dict[str, Any]
 KUBERNETES_VERSION: Final = "1.32"
+NO_JOURNAL: Final = "KVPOOL_SERVE_NO_JOURNAL"
+"""Which the tests set; not so the pods."""
 RULES: Final = DEPLOY / "prometheus" / "rules.yml"
 SECURED: Final = {
     "tls": {"secretName": "kvpool-tls"},
@@ -341,7 +343,7 @@ def test_a_server_accepts_the_settings_of_its_pod(case: str, tmp_path: Path) -> 
     settings = {name: value.replace("$(POD_NAME)", "kvpool-server-0") for name, value in settings.items()}
     of_the_image = re.findall(r'(KVPOOL_SERVE_\w+)=(?:"([^"]*)"|(\S+))', (ROOT / "Dockerfile").read_text())
     settings |= {name: quoted or plain for name, quoted, plain in of_the_image if name.endswith("LISTEN")}
-    done = kvpool("serve", "--check", **settings)
+    done = kvpool("serve", "--check", **settings, **{NO_JOURNAL: ""})
     assert (done.returncode, done.stdout) == (0, "the settings are valid\n"), done.stderr
 
 
@@ -404,7 +406,7 @@ def test_processes_work_with_the_variables_of_their_pods(tmp_path: Path) -> None
     (lender,) = pod["initContainers"]
     lending = {**here(lender), "KVPOOL_WORKER_LEND_FOLDER": str(tmp_path)}
     with (
-        CommandLineServer(f"localhost:{port}", environment=here(server_container(objects))),
+        CommandLineServer(f"localhost:{port}", environment=here(server_container(objects)) | {NO_JOURNAL: ""}),
         LoggingProcess(processes.KVPOOL, *lender["command"][1:], environment=lending) as worker,
     ):
         worker.wait_for('"lending"')

@@ -78,7 +78,7 @@ def test_a_greedy_client_cannot_have_the_shipped_server_killed(memory_mib: int, 
     objects = render({"server": {"memoryMiB": memory_mib}})
     settings = variables(objects)
     assert memory_limit_mib(objects) == memory_mib
-    settings["KVPOOL_SERVE_JOURNAL"] = str(tmp_path / "journal")
+    settings |= {"KVPOOL_SERVE_JOURNAL": str(tmp_path / "journal"), "KVPOOL_SERVE_NO_JOURNAL": "0"}
     # On a slow machine, a connection of the greedy client answers no pings for long, because another one is sending.
     settings |= {f"KVPOOL_SERVE_{name}_SECONDS": "3600" for name in ("STALL", "DEAD_PEER")}
     limits = {name: int(value) for name, value in settings.items() if name.startswith(LIMIT)}

@@ -28,8 +28,8 @@ def expressions() -> list[str]:
 def test_all_services_are_healthy_and_the_pool_is_ready(stack: Stack) -> None:
     stack.wait_healthy()
     pool = stack.wait_played_on()
-    assert (pool.state, pool.config.num_blocks, pool.sessions) == (PoolState.READY, 1024, 2)
-    assert [rank.state for rank in pool.ranks] == [RankState.READY, RankState.READY]
+    assert (pool.state, pool.config.num_blocks, pool.sessions) == (PoolState.POOL_STATE_READY, 1024, 2)
+    assert [rank.state for rank in pool.ranks] == [RankState.RANK_STATE_READY, RankState.RANK_STATE_READY]
 
 
 def test_prometheus_scrapes_all_and_evaluates_all_rules(stack: Stack) -> None:
@@ -49,7 +49,6 @@ def test_schedulers_in_containers_share_the_cache(stack: Stack) -> None:
 
 
 def test_every_expression_of_the_dashboard_returns_data(stack: Stack) -> None:
-    stack.keep_journal()
     pending = expressions()
     assert len(pending) > 50
     end = time.monotonic() + 150  # rates over a minute need a minute, and sampled blocks must be evicted

@@ -174,7 +174,7 @@ class UnarySystem(WatchedSystem):
         self._session_id = opened.session.session_id
 
     def info(self) -> PoolInfo:
-        return messages.read_pool(self._stub.GetPool(allocator_pb2.GetPoolRequest(pool_name=self._config.name)))
+        return self._stub.GetPool(allocator_pb2.GetPoolRequest(pool_name=self._config.name)).pool
 
     def watch(self, from_sequence: int) -> Iterator[EventBatch]:
         request = event_pb2.WatchRequest(pool_name=self._config.name, from_sequence=from_sequence)

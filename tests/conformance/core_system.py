@@ -60,7 +60,7 @@ class CoreSystem:
         self.pool = KVCacheManager(config)
         self._hasher = BlockHasher(config.hash_scheme, config.hash_block_size)
         self._session = Session(SessionId("s"), SessionNumber(1), "", 10.0, 0.0)
-        self.pool.sessions[self._session.session_id] = self._session
+        self.pool.sessions[self._session.session_number] = self._session
         self._step = StepNumber(0)
         self._tokens: dict[str, tuple[list[int], ExtraKeys]] = {}
         self._computed: dict[str, ComputedBlocks] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvpool.client.hashing import ExtraKeys, MultiModalItem
-from kvpool.core.ids import BlockHash, PoolName
+from kvpool.core.ids import BlockHash, GroupId, PoolName
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import SPEC_KINDS
 from kvpool.core.specs.pool_config import (
@@ -96,13 +96,23 @@ def frozen(value: Any) -> Any:
 
 
 def _by_block(events: list[Line]) -> list[Line]:
-    """Splits events by block. The reference reports blocks with gaps in one event, with the tokens of all."""
+    """Splits events by block. The reference reports blocks with gaps in one event, with the tokens of all.
+
+    The reference also stores the hash of a whole block for a state within it, and removes it in the same call. These
+    pairs are left out.
+    """
     names = ("type", "block_size", "group_idx")
-    return [
-        {name: event.get(name) for name in names} | {"block_hash": block_hash}
-        for event in events
-        for block_hash in event.get("block_hashes", (None,))
-    ]
+    found: list[Line] = []
+    for event in events:
+        for block_hash in event.get("block_hashes", (None,)):
+            line = {name: event.get(name) for name in names} | {"block_hash": block_hash}
+            stored = {**line, "type": "BlockStored"}
+            same = [each for each in found if {**each, "block_size": None} == stored]
+            if event["type"] == "BlockRemoved" and same:
+                found.remove(same[0])
+            else:
+                found.append(line)
+    return found
 
 
 def extra_keys(line: Line) -> ExtraKeys:
@@ -163,6 +173,43 @@ class System(Protocol):
         """The events since the last call, of which `count` are expected, in the form of the golden files."""
 
 
+class _WholeBlocks:
+    """Converts events, which are of hash blocks, to those of whole blocks, as the reference reports them.
+
+    The reference thereby names parents that no event has announced: those within the blocks of another group.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        config = schedule.pool_config()
+        self._unit = config.hash_block_size
+        self._per_block = [config.span_tokens(GroupId(i)) // self._unit for i in range(len(config.groups))]
+        self._are_states = [getattr(group.spec, "only_step_ends", False) for group in config.groups]
+        self._ends: dict[int, int] = {}  # by hash, the number of hash blocks of the prefix
+        self._removed = (-1, -1)  # group and end of the removal before
+
+    def add(self, hashes: Sequence[BlockHash]) -> None:
+        """Learns all hashes of a request."""
+        self._ends.update((int.from_bytes(each[-8:], "big"), i) for i, each in enumerate(hashes, 1))
+
+    def convert(self, event: Line) -> Line | None:
+        """Returns the reference's event; None for a removal that it does not report."""
+        if "block_hashes" not in event or (per_block := self._per_block[event["group_idx"]]) == 1:
+            return event
+        hashes, group = event["block_hashes"], event["group_idx"]
+        if event["type"] == "BlockRemoved":
+            end, before = self._ends[hashes[0]], self._removed
+            self._removed = group, end
+            return None if end % per_block and before == (group, end + 1) and not self._are_states[group] else event
+        ends = [i for i, each in enumerate(hashes) if self._ends[each] % per_block == 0]
+        whole: Line = {"block_size": per_block * self._unit}
+        if not ends:  # a prefix that ends within a block
+            ends, whole = [len(hashes) - 1], {"token_ids": event["token_ids"][-self._unit :]}
+            whole["parent_block_hash"] = hashes[-2] if len(hashes) > 1 else event["parent_block_hash"]
+        ahead = event["lookahead_token_ids"]
+        whole |= {"block_hashes": [hashes[i] for i in ends], "lookahead_token_ids": ahead and [ahead[i] for i in ends]}
+        return event | whole
+
+
 class Driver:
     """Drives a system through a schedule and compares every answer."""
 
@@ -175,6 +222,8 @@ class Driver:
         self._counted = "0.14.1" in version
         self._unknown = {"group_idx": self._counted, "lookahead_token_ids": "0.33" not in version}
         self._taken = Stats(0, 0, 0, 0, 0, 0, 0)
+        self._hashes: dict[str, list[BlockHash]] = {}
+        self._whole_blocks = _WholeBlocks(schedule)
 
     def run(self) -> None:
         for number, line in enumerate(self._schedule.lines(), start=2):
@@ -183,19 +232,26 @@ class Driver:
             assert answer == line["out"], f"{where}: {answer}, not {line['out']}"
             assert self._system.free_blocks() == line["free_blocks"], where
             assert abs(self._system.usage() - line["usage"]) < 1e-12, where
-            events = self._system.events(len(line["events"]))
+            found = map(self._whole_blocks.convert, self._system.events(len(line["events"])))
+            events = [event for event in found if event]
             events = [{k: v for k, v in event.items() if not self._unknown.get(k)} for event in events]
             wanted = line["events"]
             if self._schedule.has_gaps:
                 events, wanted = _by_block(events), _by_block(wanted)
             assert events == wanted, f"{where}: {events}, not {wanted}"
 
+    def _add_hashes(self, request_id: str, new: Sequence[BlockHash]) -> Line:
+        self._hashes[request_id] += new
+        self._whole_blocks.add(self._hashes[request_id])
+        return {"block_hashes": [each.hex() for each in new]}
+
     def _answer(self, line: Line) -> Line:  # noqa: C901, PLR0911 - one branch an op
         system, op, request_id = self._system, line["op"], line.get("request_id", "")
         if op == "request":
-            return {"block_hashes": [h.hex() for h in system.request(request_id, line["token_ids"], extra_keys(line))]}
+            self._hashes[request_id] = []
+            return self._add_hashes(request_id, system.request(request_id, line["token_ids"], extra_keys(line)))
         if op == "append_tokens":
-            return {"block_hashes": [h.hex() for h in system.append(request_id, line["token_ids"])]}
+            return self._add_hashes(request_id, system.append(request_id, line["token_ids"]))
         if op == "get_computed_blocks":
             block_ids, num_tokens = system.get_computed_blocks(request_id, counted=self._counted)
             return {"block_ids": block_ids, "num_computed_tokens": num_tokens}

@@ -11,8 +11,8 @@ from crash.memory import Memory
 from crash.scheduler import LENT_POOL, incarnation
 from crash.site import Site
 from kvpool.client import KvpoolError, PoolInfo, connect
-from kvpool.client.admin import AdminClient, BlockInfo, BlockState
-from kvpool.core.ids import PoolName
+from kvpool.client.admin import AdminClient
+from kvpool.v1.admin_pb2 import BlockInfo, BlockState
 from support.waiting import DEADLINE_SECONDS
 
 _PAUSE_SECONDS: Final = 0.1
@@ -55,14 +55,18 @@ def _quarantined(pool: object) -> int:
     return int(getattr(pool, "quarantined_blocks", 0))
 
 
-def _wrong(site: Site, admin: AdminClient, blocks: Mapping[PoolName, list[BlockInfo]]) -> Iterator[str]:
+def _wrong(site: Site, admin: AdminClient, blocks: Mapping[str, list[BlockInfo]]) -> Iterator[str]:
     for pool in admin.overview().pools:
         name, usable = pool.config.name, pool.config.num_blocks - 1 - pool.sink_blocks
         if pool.free_blocks != usable:
             yield f"{name}: {pool.free_blocks} of {usable} blocks are free"
         if requests := list(admin.requests(name)):
             yield f"{name}: requests are left: {requests}"
-        if odd := [block for block in blocks[name] if block.state is BlockState.USED or block.pending or block.ref_cnt]:
+        if odd := [
+            block
+            for block in blocks[name]
+            if block.state == BlockState.BLOCK_STATE_USED or block.pending or block.ref_cnt
+        ]:
             yield f"{name}: blocks are not free: {odd}"
         for where, memory in _memories(site, pool):
             for block in blocks[name]:

@@ -95,8 +95,8 @@ class _TwiceTransport(BlockingGrpcTransport):
     log: Log
     chance: random.Random
 
-    async def open_session(self, options: SessionOptions, seconds: float | None = None) -> OpenedSession:
-        opened = await super().open_session(options, seconds)
+    async def open_session(self, options: SessionOptions) -> OpenedSession:
+        opened = await super().open_session(options)
         calls: Any = opened.calls
         once = calls.exchange
 

@@ -1,10 +1,10 @@
 """Time in the scheduler a step, with vLLM's own manager and with the service, in turns: prints JSON.
 
-The service is measured with memory of the engine's own, and with memory that engines share, where what a session frees
-waits for its steps in flight.
+The service, which this program starts, has a journal. It is measured with memory of the engine's own, and with memory
+that engines share, where what a session frees waits for its steps in flight.
 
-    bench_scheduler.py ADDRESS [RUNNING...]     at 8, 64 and 256 running requests by default
-    bench_scheduler.py ADDRESS images [STEPS]   random requests with priorities and images, 2,000 steps by default
+    python -m engine.bench_scheduler [RUNNING...]     at 1, 8, 64 and 256 running requests by default
+    python -m engine.bench_scheduler images [STEPS]   random requests with priorities and images, 2,000 by default
 
 A step is `schedule` and `update_from_output`; requests decode, and each that ends is followed by another of the same
 kind, whose prompt is half shared. No model runs. With `images`, up to two requests arrive whenever none waits, with
@@ -17,12 +17,14 @@ import random
 import statistics
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.driving import Driver, Setup, images, make_scheduler
+from engine.service import service
 from kvpool.client.vllm import Scheduler
 
 PROMPT_TOKENS = 512
@@ -126,10 +128,18 @@ def measure(num_running: int, address: str) -> dict[str, Any]:
     return result
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Measures what the command line names, on a service of its own."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        service(Path(folder), "--journal", f"{folder}/journal") as server,
+    ):
+        if arguments[:1] == ["images"]:
+            print(json.dumps(measure_images(server.address, int(arguments[1]) if arguments[1:] else 2000)))
+            return
+        for size in [int(argument) for argument in arguments] or [1, 8, 64, 256]:
+            print(json.dumps(measure(size, server.address)), flush=True)
+
+
 if __name__ == "__main__":
-    address, *arguments = sys.argv[1:]
-    if arguments[:1] == ["images"]:
-        print(json.dumps(measure_images(address, int(arguments[1]) if arguments[1:] else 2000)))
-    else:
-        for size in [int(arg) for arg in arguments] or [8, 64, 256]:
-            print(json.dumps(measure(size, address)), flush=True)
+    main(sys.argv[1:])

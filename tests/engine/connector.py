@@ -25,10 +25,7 @@ class ScriptedConnector(KVConnectorBase_V1):  # type: ignore[misc] # untyped whe
     """Whether loads also fail in blocks that have a hash already, as those have that are loaded within the step."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any = None) -> None:
-        try:
-            super().__init__(vllm_config, role, kv_cache_config)
-        except TypeError:  # older versions know no third
-            super().__init__(vllm_config, role)
+        super().__init__(vllm_config, role, kv_cache_config)
         self.calls: Calls = []
         self._block_size = vllm_config.cache_config.block_size
         self.hits: dict[str, int] = {}

@@ -4,7 +4,6 @@ Schedulers of one process can be compared so step by step, in milliseconds each,
 model has. Works with any version of vLLM that can be imported, whether its engine runs here or not.
 """
 
-import inspect
 import json
 import math
 import random
@@ -32,7 +31,6 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
-from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -45,10 +43,6 @@ LLAMA = {
 
 
 STATES = -1
-HAS_BLOCK_SIZES = "hash_block_size" in inspect.signature(EngineScheduler.__init__).parameters
-"""Whether the blocks of groups can differ in size in this version."""
-HAS_REPLAY = hasattr(EngineScheduler, "_mark_prefix_replay")
-"""Whether windows can take no part in hits in this version."""
 LOOKUPS = ("requests", "queries", "hits", "preempted_requests", "preempted_queries", "preempted_hits")
 
 
@@ -169,6 +163,11 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         log_stats=True,
         **_block_sizes(setup),
     )
+    states = [size for window, size in zip(setup.windows, setup.block_sizes, strict=False) if window == STATES]
+    if states:
+        # vLLM's engine sets the smallest block of all groups here. Then steps begin within blocks of states and pass
+        # their ends, and vLLM's manager, but not the pool, caches states that were written after fewer tokens.
+        scheduler.cache_config.block_size = math.lcm(*states)
     if setup.encoder_budget:  # which vLLM derives from models that take images
         scheduler.max_num_encoder_input_tokens = setup.encoder_budget
         scheduler.encoder_cache_manager = EncoderCacheManager(setup.encoder_budget)
@@ -176,10 +175,9 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
 
 
 def _block_sizes(setup: Setup) -> dict[str, int]:
-    """Arguments for the tokens of a hit and of a hash, of which older versions know one."""
+    """Arguments for the tokens of a hit and of a hash."""
     sizes = setup.block_sizes or (setup.block_size,)
-    found = {"block_size": math.lcm(*sizes)}
-    return found | ({"hash_block_size": setup.match_unit or math.gcd(*sizes)} if HAS_BLOCK_SIZES else {})
+    return {"block_size": math.lcm(*sizes), "hash_block_size": setup.match_unit or math.gcd(*sizes)}
 
 
 def _drafts(setup: Setup, model_config: ModelConfig) -> SpeculativeConfig:
@@ -272,10 +270,7 @@ class Driver:
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **values: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **values.pop("sampling", {}))
-        if hasattr(params, "update_from_generation_config"):
-            params.update_from_generation_config({}, 2)
-        if "eos_token_id" in Request.__init__.__code__.co_varnames:
-            values["eos_token_id"] = None
+        params.update_from_generation_config({}, 2)
         request = Request(
             request_id=request_id,
             prompt_token_ids=list(prompt),
@@ -285,7 +280,9 @@ class Driver:
             block_hasher=self._hasher,
             **values,
         )
-        self.requests[request_id] = request
+        if request_id in self.requests:  # it continues: its outputs become part of its prompt
+            self.generated[request_id] = []
+        self.requests.setdefault(request_id, request)
         self.scheduler.add_request(request)
 
     def abort(self, request_id: str) -> None:
@@ -395,16 +392,15 @@ def images(prompt: list[int], names: str = "image") -> list[MultiModalFeatureSpe
 def describe(scheduled: Any) -> dict[str, Any]:
     """What a step scheduled: requests, tokens, blocks, in their order."""
     cached = scheduled.scheduled_cached_reqs
-    resumed = getattr(cached, "resumed_req_ids", None)
     return {
         "tokens": list(scheduled.num_scheduled_tokens.items()),
         "drafts": scheduled.scheduled_spec_decode_tokens,
         "new": [(r.req_id, r.num_computed_tokens, r.block_ids) for r in scheduled.scheduled_new_reqs],
         "cached": list(zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True)),
-        "resumed": sorted(resumed or ()),
-        "preempted": sorted(getattr(scheduled, "preempted_req_ids", None) or ()),
+        "resumed": sorted(cached.resumed_req_ids),
+        "preempted": sorted(scheduled.preempted_req_ids or ()),
         "finished": sorted(scheduled.finished_req_ids),
-        "copies": [tuple(each) for each in getattr(scheduled, "kv_cache_block_copies", None) or ()],
+        "copies": [tuple(each) for each in scheduled.kv_cache_block_copies or ()],
         "encoded": scheduled.scheduled_encoder_inputs,
         "encodings_freed": scheduled.free_encoder_mm_hashes,
     }

@@ -6,13 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, Protocol
 
-from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.driving import HAS_BLOCK_SIZES, HAS_REPLAY, Setup, make_scheduler
+from engine.driving import Setup, make_scheduler
 from engine.schedules import KINDS, run, setup_of
 from kvpool.client.vllm import Scheduler
 from kvpool.client.vllm.lendable import check_version
@@ -129,8 +129,8 @@ class _LentMemory:
 class Connector:
     """A KV connector that uses no block pool."""
 
-    bind_kv_cache_manager = getattr(KVConnectorBase_V1, "bind_kv_cache_manager", None)
-    bind_gpu_block_pool = getattr(KVConnectorBase_V1, "bind_gpu_block_pool", None)
+    bind_kv_cache_manager = KVConnectorBase_V1.bind_kv_cache_manager
+    bind_gpu_block_pool = KVConnectorBase_V1.bind_gpu_block_pool
 
 
 class BindingConnector(Connector):
@@ -163,43 +163,28 @@ def _with_chunks(scheduler: Any) -> list[Any]:
     )
 
 
-def _has(configuration: Any, option: str) -> bool:
-    return option in configuration.__dataclass_fields__
-
-
-_HAS_EXPORTED_STATES: Final = _has(kv_cache_interface.MambaSpec, "prefill_checkpoint_alignment")
-_HAS_STATES: Final = _HAS_EXPORTED_STATES  # older versions lack both, or cache states by other rules
-_HAS_MATCH_UNIT: Final = _has(CacheConfig, "prefix_match_unit")
 _GROUPS: Final = "kv_cache_config.kv_cache_groups"
 _EAGLE: Final = {"num_drafts": 3, "uses_eagle": True}
 FEATURES: Final[Mapping[str, Feature]] = {
     "requests in their order of arrival": Schedules(KINDS["first_come"]),
     "priorities": Schedules(KINDS["priority"]),
     "async scheduling": Schedules(KINDS["a_step_ahead"]),
-    "`prefill_schedule_interval`": Schedules(
-        KINDS["prefill_every_fourth_step"], is_known=_has(SchedulerConfig, "prefill_schedule_interval")
-    ),
+    "`prefill_schedule_interval`": Schedules(KINDS["prefill_every_fourth_step"]),
     "prefix caching turned off": Schedules(KINDS["without_caching"]),
     "sliding windows, all of their blocks cached": Schedules(KINDS["windows"]),
-    "sliding windows, cached where hits are likely": Schedules(
-        KINDS["sparse_windows"], is_known=_has(CacheConfig, "prefix_cache_retention_interval")
-    ),
-    "groups with blocks of different sizes": Schedules(KINDS["sizes"], HAS_BLOCK_SIZES),
+    "sliding windows, cached where hits are likely": Schedules(KINDS["sparse_windows"]),
+    "groups with blocks of different sizes": Schedules(KINDS["sizes"]),
     "n-gram drafts": Schedules(KINDS["drafts"]),
     "EAGLE, MTP: the last block of a hit computed again": Schedules(KINDS["drafts_with_eagle"]),
     "EAGLE, MTP: hashes of blocks cover the next token": Schedules(
         KINDS["drafts_with_hashes_ahead"], hasattr(VllmConfig, "num_hash_lookahead_tokens")
     ),
-    "EAGLE, MTP: sliding windows, cached where hits are likely": Schedules(
-        KINDS["sparse_windows_with_eagle"], _has(CacheConfig, "prefix_cache_retention_interval")
-    ),
-    "EAGLE, MTP: layers of the draft model in some groups only": Schedules(
-        KINDS["eagle_beside_windows"], hasattr(kv_cache_interface.KVCacheGroupSpec, "is_eagle_group")
-    ),
+    "EAGLE, MTP: sliding windows, cached where hits are likely": Schedules(KINDS["sparse_windows_with_eagle"]),
+    "EAGLE, MTP: layers of the draft model in some groups only": Schedules(KINDS["eagle_beside_windows"]),
     "EAGLE, MTP: blocks of different sizes": Schedules(
-        {**_EAGLE, **KINDS["sizes"]}, HAS_BLOCK_SIZES, "EAGLE with prefix caching and blocks of different sizes"
+        {**_EAGLE, **KINDS["sizes"]}, message="EAGLE with prefix caching and blocks of different sizes"
     ),
-    "multi-module MTP": Schedules(KINDS["several_modules"], hasattr(VllmConfig, "num_prefill_lookahead_tokens")),
+    "multi-module MTP": Schedules(KINDS["several_modules"]),
     "images": Schedules(KINDS["images"]),
     "KV connectors": Schedules(KINDS["connector"]),
     "KV connectors with async scheduling": Schedules(KINDS["connector_a_step_ahead"]),
@@ -214,31 +199,27 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "KV connectors with sliding windows": Setting(
         "connector", Connector(), "groups other than one of full attention", {"windows": (0, 40)}
     ),
-    "states of Mamba and of linear attention": Schedules(KINDS["states"], _HAS_STATES),
-    "states that kernels write within a step": Schedules(KINDS["exported_states"], _HAS_EXPORTED_STATES),
-    "EAGLE, MTP: states": Schedules(KINDS["states_with_eagle"], _HAS_STATES),
+    "states of Mamba and of linear attention": Schedules(KINDS["states"]),
+    "states that kernels write within a step": Schedules(KINDS["exported_states"]),
+    "EAGLE, MTP: states": Schedules(KINDS["states_with_eagle"]),
     "EAGLE, MTP: states that kernels write within a step": Schedules(
         {**KINDS["states_with_eagle"], "exports_states": True},
-        _HAS_EXPORTED_STATES,
-        "EAGLE with prefix caching of Mamba states that kernels write within a step",
+        message="EAGLE with prefix caching of Mamba states that kernels write within a step",
     ),
-    "states beside blocks of other sizes": Schedules(KINDS["larger_states"], _HAS_STATES),
-    "states beside larger blocks of a window": Schedules(KINDS["states_with_a_larger_window"], _HAS_STATES),
+    "states beside blocks of other sizes": Schedules(KINDS["larger_states"]),
+    "states beside larger blocks of a window": Schedules(KINDS["states_with_a_larger_window"]),
     "states beside larger blocks of a window, all cached": Schedules(
         {**KINDS["states_with_a_larger_window"], "retention_tokens": None},
-        _HAS_STATES,
-        "all states beside blocks of other sizes that end no hits",
+        message="all states beside blocks of other sizes that end no hits",
     ),
     "states with another `mamba_cache_mode` than align": Setting(_GROUPS, _with_states, "mamba_cache_mode='none'"),
     "chunked attention with blocks of another size": Setting(
         _GROUPS, _with_chunks, "chunks beside blocks of other sizes"
     ),
-    "bounded replay of sliding windows": Schedules(KINDS["replayed_windows"], HAS_REPLAY),
-    "`prefix_match_unit` of its own": Schedules(KINDS["match_unit"], _HAS_MATCH_UNIT),
-    "`prefix_match_unit` of its own, without states": Schedules(KINDS["match_unit_without_states"], _HAS_MATCH_UNIT),
-    "EAGLE, MTP: `prefix_match_unit` of its own, with states": Schedules(
-        KINDS["match_unit_with_eagle"], _HAS_MATCH_UNIT
-    ),
+    "bounded replay of sliding windows": Schedules(KINDS["replayed_windows"]),
+    "`prefix_match_unit` of its own": Schedules(KINDS["match_unit"]),
+    "`prefix_match_unit` of its own, without states": Schedules(KINDS["match_unit_without_states"]),
+    "EAGLE, MTP: `prefix_match_unit` of its own, with states": Schedules(KINDS["match_unit_with_eagle"]),
     "`enable_mamba_shared_prefix_checkpoint`": Setting(
         "vllm_config.cache_config.enable_mamba_shared_prefix_checkpoint",
         value=True,

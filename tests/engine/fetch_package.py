@@ -1,9 +1,9 @@
-"""Fetches the Python part of a vLLM that has no build for CPUs: from its sdist on the package index.
+"""Fetches the Python part of a vLLM that has no build for CPUs, and its own tests: from its sdist on the package index.
 
 python tests/engine/fetch_package.py REQUIREMENT FOLDER     with the interpreter that has vLLM's build for CPUs
 
 REQUIREMENT is a file with version and hash. With FOLDER on PYTHONPATH and VLLM_TARGET_DEVICE=cpu, vLLM is that version,
-with the compiled libraries of the one that is installed.
+with the compiled libraries of the one that is installed. Its tests are in FOLDER/own-tests.
 """
 
 import shutil
@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from engine.own.fetch import download
+from engine.own.fetch import download, unpack_tests
 
 
 def unpack_package(sdist: Path, folder: Path) -> None:
@@ -40,4 +40,5 @@ if __name__ == "__main__":
     requirement, to = map(Path, sys.argv[1:])
     path = download(to, requirement)
     unpack_package(path, to)
+    unpack_tests(path, to / "own-tests")
     path.unlink()

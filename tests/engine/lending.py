@@ -59,5 +59,9 @@ class PoolLender(FakeLender):
 
 
 def attached_to(service: str, pool: str, memory: str) -> dict[str, Any]:
-    """What an engine is given to run on memory that is lent at an address. vLLM's plugin chooses the classes."""
-    return {"additional_config": {"kvpool": {"address": service, "pool": PoolName(pool), "memory": memory}}}
+    """What an engine is given to run on memory that is lent at an address. vLLM's plugin chooses the classes.
+
+    The weights that `tiny_engine` draws are in no file, so that their version is stated.
+    """
+    given = {"address": service, "pool": PoolName(pool), "memory": memory, "weights_version": "drawn"}
+    return {"additional_config": {"kvpool": given}}

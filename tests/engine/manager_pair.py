@@ -69,7 +69,7 @@ def _vllm_spec(spec: KVCacheSpec) -> Any:
 
 
 def _lookahead(config: PoolConfig) -> dict[str, int]:
-    """Arguments of vLLM's manager and hasher for hashes that cover later tokens; older versions have none."""
+    """Arguments of vLLM's manager and hasher for hashes that cover later tokens; 0.32 has none."""
     num_tokens = config.hash_scheme.num_lookahead_tokens
     return {"num_hash_lookahead_tokens": num_tokens} if num_tokens else {}
 

@@ -107,7 +107,7 @@ class Program:
         )
         self._manager, self._pool = self._pair.manager, self._pair.pool
         self._session = Session(SessionId("s"), SESSION_NUMBER, "", 10.0, 0.0)
-        self._pool.sessions[self._session.session_id] = self._session
+        self._pool.sessions[self._session.session_number] = self._session
         self._families = [self._tokens(MAX_MODEL_LEN) for _ in range(3)]
         self._waiting: list[RequestPair] = []
         self._running: list[RequestPair] = []
@@ -210,11 +210,19 @@ class Program:
         return self._shape.use_eagle and any(not find(block_hash, [i]) for i, block_hash in enumerate(after))
 
     def _chunk(self, both: RequestPair, num_found: int) -> int:
+        """Tokens of the next step of a prompt.
+
+        A step that begins within a block of states ends in it, as vLLM's scheduler has it. Else vLLM's manager, but not
+        the pool, caches the state before the step as that after the block.
+        """
         start = both.ours.num_computed_tokens + num_found
-        left = both.ours.num_tokens - start
+        sizes = [spec.block_size for spec in self._shape.specs if isinstance(spec, MambaSpec)]
+        left = min(
+            both.ours.num_tokens - start, *(size - start % size for size in sizes if start % size), MAX_MODEL_LEN
+        )
         tail = (both.ours.num_prompt_tokens - 1) // self._shape.unit * self._shape.unit if self._shape.unit else 0
         if start < tail and self._random.random() < 0.4:  # where vLLM's scheduler ends a step
-            return tail - start
+            return min(left, tail - start)
         return min(left, self._random.choice([3, 8, 16, 1000]))
 
     def _go_on(self) -> None:

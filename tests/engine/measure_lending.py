@@ -1,6 +1,8 @@
 """Measures what lent memory gives to real vLLM engines, and checks what it promises.
 
-    python -m engine.measure_lending [chats] [kills] [successors] [upgrade] [stops] [sleeps] [--kills 30] [--ahead]
+    python -m engine.measure_lending [WHAT...] [--kills 30] [--ahead]
+
+WHAT are some of chats, kills, restarts, successors, upgrade, stops and sleeps; by default all.
 
 Prints tables for the documentation and one JSON object as the last line. Fails when a promise is broken: a token that
 differs from vLLM alone, a block with wrong contents, a request that fails, or a block that is given out too early.
@@ -40,6 +42,18 @@ WAIT_SECONDS = 60.0
 LAYERS = 2
 NUM_FEW_BLOCKS, NUM_LOADED = 60, 500
 """Blocks for a quarter of the requests that two engines run at once, and requests of each engine."""
+NUM_MANY_BLOCKS = 768
+"""Blocks for the prompts of a few engines that start one after the other, so that the oldest is still cached."""
+CACHED_TOKENS, NEW_TOKENS = 60 * BLOCK_TOKENS, 80
+"""The parts of a prompt of 2,000 tokens: what an earlier engine has computed, and what none has."""
+LARGER_MODEL = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 2048,
+}
+"""What differs from the other model, so that two cores compute such a prompt in more than 300 ms."""
 
 
 def tokens(draw: random.Random, count: int) -> list[int]:
@@ -180,8 +194,6 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     plain.wait(*expected)
     plain.stop()
     free: dict[str, list[float]] = {}
-    warm: list[float] = []
-    cold: list[float] = []
     engine = place.engine()
     engine.wait_ready()
     for i, prompt in enumerate(prompts):
@@ -203,13 +215,6 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
         free.setdefault(f"blocks free after the kill of {what}", []).append(after_kill)
         free.setdefault(f"the same, after the exit of all processes, {what} killed", []).append(after_exit)
         engine = following
-        fresh = engine.ask(f"cold{turn}", tokens(draw, 700), 1)
-        engine.wait(fresh)
-        cold.append(fresh.first_seconds)
-        known = engine.ask(f"warm{turn}", systems[turn % 4] + tokens(draw, 60), 1)
-        engine.wait(known)
-        assert known.cached_tokens == 640, "a new engine finds what others computed"
-        warm.append(known.first_seconds)
         answers = [engine.ask(f"{turn}+{i}", prompt, 60) for i, prompt in enumerate(prompts)]
         engine.wait(*answers)
         assert all_tokens(answers) == all_tokens(expected), "a token differs"
@@ -221,10 +226,43 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     return {
         "kills": count,
         **{name: percentiles(seconds) for name, seconds in free.items()},
-        "first token, cold": percentiles(cold),
-        "first token, warm": percentiles(warm),
         "blocks compared": compared,
     }
+
+
+def restarts(place: Site, _: Client, count: int) -> dict[str, Any]:
+    """Kills an engine, again and again, and measures the first token of the next one.
+
+    Each engine first answers a request that no figure counts, so that its own warm-up is in none, and then one that is
+    measured. Three kinds of engines take turns, in a random order each time.
+    """
+    draw = random.Random(6)
+    known = tokens(draw, CACHED_TOKENS)
+    options = {"hf_overrides": LARGER_MODEL, "max_model_len": 2048, "max_num_batched_tokens": 2048}
+    engine = place.engine(options=options)
+    engine.wait_ready()
+    engine.wait(engine.ask("known", known, 1))
+    first: dict[str, list[float]] = {"vLLM alone, computed": [], "kvpool, computed": [], "kvpool, cached": []}
+    for kind in [kind for _ in range(count) for kind in draw.sample(sorted(first), len(first))]:
+        engine.ask("unfinished", tokens(draw, 200), 1000)
+        engine.wait_for_steps(engine.num_steps + draw.randint(1, 20))
+        engine.kill()
+        engine = place.engine(is_attached=kind.startswith("kvpool"), options=options)
+        engine.wait_ready()
+        engine.wait(engine.ask("not counted", tokens(draw, CACHED_TOKENS + NEW_TOKENS), 1))
+        head = known if kind.endswith("cached") else tokens(draw, CACHED_TOKENS)
+        answer = engine.ask("measured", head + tokens(draw, NEW_TOKENS), 1)
+        engine.wait(answer)
+        cached = len(known) if head is known else 0
+        assert answer.cached_tokens == cached, f"{answer.cached_tokens} tokens were cached"
+        first[kind].append(answer.first_seconds)
+    engine.stop()
+    return {"engines of each kind": count, **{kind: deciles(seconds) for kind, seconds in first.items()}}
+
+
+def deciles(seconds: Sequence[float]) -> dict[str, float]:
+    found = [1000 * each for each in statistics.quantiles(seconds, n=10, method="inclusive")]
+    return {f"p{10 * i}_ms": round(found[i - 1], 1) for i in (1, 5, 9)}
 
 
 def successors(place: Site, _: Client, count: int) -> dict[str, Any]:
@@ -418,16 +456,18 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     runs: dict[str, Callable[[Site, Client], dict[str, Any]]] = {
         "chats": chats,
         "kills": partial(kills, count=options.kills),
+        "restarts": partial(restarts, count=options.kills),
         "successors": partial(successors, count=options.kills),
         "upgrade": lambda place, _: upgrade(place),
         "stops": stops,
         "sleeps": sleeps,
     }
+    blocks = {"successors": NUM_FEW_BLOCKS, "restarts": NUM_MANY_BLOCKS}
     for name in options.what:
         with (
             TemporaryDirectory() as folder,
             service(Path(folder)) as server,
-            site(server.address, NUM_FEW_BLOCKS if name == "successors" else NUM_BLOCKS) as place,
+            site(server.address, blocks.get(name, NUM_BLOCKS)) as place,
             connect(server.address) as client,
         ):
             if options.ahead:
@@ -440,7 +480,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
 
 def main() -> None:
     """Runs what the command line names."""
-    every = ["chats", "kills", "successors", "upgrade", "stops", "sleeps"]
+    every = ["chats", "kills", "restarts", "successors", "upgrade", "stops", "sleeps"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*every, []], default=every)
     parser.add_argument("--kills", type=int, default=30)

@@ -126,7 +126,7 @@ def main() -> None:
         ):
             with TemporaryDirectory() as folder:
                 address = f"unix:{folder}/s"
-                with LoggingProcess(PYTHON, "-c", program, "serve", "--listen", address) as server:
+                with LoggingProcess(PYTHON, "-c", program, "serve", "--listen", address, "--no-journal") as server:
                     server.wait_for("server listening")
                     settings = [
                         {"kvpool": {"address": address, "pool": pool, "memory_id": "measured"}} for pool in pools

@@ -207,6 +207,51 @@ _STEP_MOE: Final[Mapping[str, object]] = {
     "share_expert_dim": 1280,
     "norm_expert_weight": False,
 }
+_GEMMA4: Final[Mapping[str, object]] = {
+    **dict.fromkeys(("rope_theta", "rope_parameters")),
+    "hidden_size": 2560,
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": False,
+    "num_attention_heads": 8,
+    "num_kv_shared_layers": 0,
+    "vocab_size_per_layer_input": 512,
+    "sliding_window": 512,
+}
+_DEEPSEEK_V4: Final[Mapping[str, object]] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 43,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 1,
+    "head_dim": 512,
+    "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024,
+    "o_lora_rank": 1024,
+    "o_groups": 8,
+    "sliding_window": 128,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],
+    "compress_rope_theta": 160_000,
+    "rope_parameters": None,
+    "rope_scaling": {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65_536},
+    "max_position_embeddings": 1_048_576,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 512,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 1024,
+    "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "num_hash_layers": 3,
+    "num_nextn_predict_layers": 1,
+    "swiglu_limit": 10.0,
+    "hc_mult": 4,
+    "hc_sinkhorn_iters": 20,
+    "hc_eps": 1e-6,
+}
 MADE: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
     "BailingMoeForCausalLM": ("bailing_moe", {**_BAILING, "head_dim": 128}),
     "BailingMoeV2ForCausalLM": ("bailing_moe_v2", {**_BAILING, "head_dim": 128}),
@@ -250,6 +295,94 @@ MADE: Final[Mapping[str, tuple[str, Mapping[str, object]]]] = {
             "max_seq_len": 32_768,
             "attn_config": {"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500_000},
             "ffn_config": {"ffn_hidden_size": 10_752, "moe_num_experts": 16, "moe_top_k": 4},
+        },
+    ),
+    "DeepseekV4ForCausalLM of Flash": ("deepseek_v4", _DEEPSEEK_V4),
+    "DeepseekV4ForCausalLM of Pro": (
+        "deepseek_v4",
+        {
+            **_DEEPSEEK_V4,
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "o_groups": 16,
+            "q_lora_rank": 1536,
+            "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+        },
+    ),
+    "Gemma4ForCausalLM of 12B": (
+        "gemma4_unified_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+        },
+    ),
+    "Gemma4ForCausalLM of 31B": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size": 5376,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "num_global_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "max_position_embeddings": 262_144,
+        },
+    ),
+    "Gemma4ForCausalLM of 26B-A4B": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size": 2816,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 16,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "sliding_window": 1024,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 704,
+        },
+    ),
+    "Gemma4ForCausalLM of E2B": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size": 1536,
+            "hidden_size_per_layer_input": 256,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "layer_types": [_SLIDING, _SLIDING, _SLIDING, _SLIDING, _FULL] * 7,
+            "use_double_wide_mlp": True,
+        },
+    ),
+    "Gemma4ForCausalLM of E4B": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "hidden_size_per_layer_input": 256,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+        },
+    ),
+    "Gemma4ForCausalLM with two-sided windows": (
+        "gemma4_text",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 8,
+            "num_key_value_heads": 4,
+            "num_global_key_value_heads": 2,
+            "layer_types": [_SLIDING] * 8,
+            "use_bidirectional_attention": "all",
         },
     ),
     "DeciLMForCausalLM": (
@@ -346,17 +479,22 @@ ON_CPU: Final = ("ApertusForCausalLM", "BloomForCausalLM")
 """Architectures that cannot be built on the meta device, with sizes small enough for memory."""
 
 
-ON_RANKS: Final[Mapping[str, int]] = {
-    "FalconH1ForCausalLM": 4,
-    "Gemma4ForCausalLM": 2,
-    "Lfm2ForCausalLM": 2,
-    "LlamaForCausalLM": 16,
-    "LongcatFlashForCausalLM": 8,
-    "Mamba2ForCausalLM": 8,
-    "MiMoV2FlashForCausalLM": 4,
-    "NemotronHForCausalLM": 8,
-    "Qwen3NextForCausalLM": 4,
-    "Zamba2ForCausalLM": 2,
+ON_RANKS: Final[Mapping[str, tuple[int, ...]]] = {
+    "DeepseekV4ForCausalLM of Flash": (8,),
+    "DeepseekV4ForCausalLM of Pro": (16,),
+    "FalconH1ForCausalLM": (4,),
+    "Gemma4ForCausalLM": (2,),
+    "Gemma4ForCausalLM of 31B": (8,),
+    "Gemma4ForCausalLM of 26B-A4B": (2, 8),
+    "Gemma4ForCausalLM of E2B": (2,),
+    "Lfm2ForCausalLM": (2,),
+    "LlamaForCausalLM": (16,),
+    "LongcatFlashForCausalLM": (8,),
+    "Mamba2ForCausalLM": (8,),
+    "MiMoV2FlashForCausalLM": (4,),
+    "NemotronHForCausalLM": (8,),
+    "Qwen3NextForCausalLM": (4,),
+    "Zamba2ForCausalLM": (2,),
 }
 """Architectures that are also planned for one of several tensor-parallel ranks."""
 _RANKS: Final = " on a rank of "
@@ -364,11 +502,11 @@ _RANKS: Final = " on a rank of "
 
 def cases() -> tuple[str, ...]:
     """Returns what is compared: the architectures that have a config here, and those on one of several ranks."""
-    return (*CLASSES, *MADE, *(f"{name}{_RANKS}{count}" for name, count in ON_RANKS.items()))
+    return (*CLASSES, *MADE, *(f"{name}{_RANKS}{n}" for name, counts in ON_RANKS.items() for n in counts))
 
 
 def parts(case: str) -> tuple[str, int]:
-    """Returns the architecture and the number of ranks of a case."""
+    """Returns the config's name, which begins with its architecture, and the number of ranks of a case."""
     name, _, count = case.partition(_RANKS)
     return name, int(count or 1)
 
@@ -393,7 +531,7 @@ def config_of(architecture: str) -> dict[str, Any]:
         for key, value in made.items()
         if key not in left_out and not (value is None and architecture in MADE)
     }
-    return {**stated, "architectures": [architecture], "dtype": "bfloat16"}
+    return {**stated, "architectures": [architecture.partition(" ")[0]], "dtype": "bfloat16"}
 
 
 def register_made_types() -> None:

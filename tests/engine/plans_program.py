@@ -15,8 +15,11 @@ from engine.environment import VLLM_ENVIRONMENT
 os.environ.update(VLLM_ENVIRONMENT, VLLM_LOGGING_LEVEL="ERROR")
 
 import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models import registry
 from vllm.triton_utils import triton
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
 
 from engine.model_configs import ON_CPU, cases, config_of, parts, register_made_types, source
@@ -50,7 +53,8 @@ def _plan(folder: str, ranks: int, *, on_cpu: bool) -> dict[str, Any]:
     finally:
         torch.device = device  # type: ignore[misc]
     theirs = model_layers.specs(built)
-    built.cache_config.kv_cache_layout = "LBNHC"  # the engine chooses it, from what the backends can read
+    # The engine chooses it, from what the backends can read: those of DeepSeek-V4 read pages that lie side by side.
+    built.cache_config.kv_cache_layout = _layout(built)
     [plan] = get_kv_cache_configs(built, [dict(theirs)], [MEMORY_BYTES])
     return {
         "max_model_len": built.model_config.max_model_len,
@@ -64,8 +68,16 @@ def _plan(folder: str, ranks: int, *, on_cpu: bool) -> dict[str, Any]:
     }
 
 
+def _layout(built: Any) -> str:
+    layers = get_layers_from_vllm_config(built, AttentionLayerBase)
+    layouts = get_supported_kv_cache_layouts({layer.get_attn_backend() for layer in layers.values()})
+    return "BLHNC" if all(layout.is_block_outermost for layout in layouts) else "LBNHC"
+
+
 if __name__ == "__main__":
-    triton.set_allocator = lambda *_: None  # of newer versions; no kernel runs here
+    triton.set_allocator = lambda *_: None  # no kernel runs here
+    # With these instructions, vLLM keeps states in float32: the answers would depend on the machine.
+    torch.cpu._is_avx512_bf16_supported = lambda: False
     registry._run_in_subprocess = lambda function: function()  # a process for each model takes minutes
     register_made_types()
     with Path(sys.argv[1]).open("a") as output:

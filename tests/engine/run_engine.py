@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from engine.results import Answer, Outcome, Results, Specification
-from engine.tiny_engine import add_request, start_engine
+from engine.tiny_engine import add_request, has_work, start_engine
 from engine.workloads import Request, Workload, make_workload
 
 _COUNTERS = ("prefix_cache_queries", "prefix_cache_hits", "num_preemptions")
 
 
 @dataclass(slots=True)
-class _Run:
+class Run:
     """A workload on its way through an engine."""
 
     engine: Any
@@ -36,7 +36,7 @@ class _Run:
 
     def outcome(self) -> Outcome:
         before = self._counters()
-        while self.engine.has_unfinished_requests() or len(self.steps) <= self.workload.last_event:
+        while has_work(self.engine) or len(self.steps) <= self.workload.last_event:
             self._before_step(len(self.steps))
             for output in self.engine.step():
                 self._take(output)
@@ -104,12 +104,18 @@ def run(specification: Specification) -> Results:
     engine = start_engine(specification["llm"])
     scheduler = engine.engine_core.engine_core.scheduler
     config = scheduler.kv_cache_config
+    outcomes = {}
+    for name in specification["workloads"]:
+        if specification["llm"].get("enable_sleep_mode"):
+            engine.sleep()
+            engine.wake_up()
+        outcomes[name] = Run(engine, name, make_workload(name)).outcome()
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return {
         "scheduler": f"{type(scheduler).__module__}.{type(scheduler).__name__}",
         "num_blocks": config.num_blocks,
         "groups": [(type(spec).__name__, spec.block_size) for spec in specs],
-        "outcomes": {name: _Run(engine, name, make_workload(name)).outcome() for name in specification["workloads"]},
+        "outcomes": outcomes,
     }
 
 

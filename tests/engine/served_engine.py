@@ -3,9 +3,10 @@
     python -m engine.served_engine LLM     arguments of `vllm.LLM`, as JSON
 
 Reads a JSON list per line: a request's name, its tokens, how many to generate, and tokens that end it; or the name of
-a request to abort; or a method of vLLM's LLMEngine to call, and its arguments in a list. Writes a JSON object per step
-to stdout: {"ready": true} at first, then {NAME: [number of cached tokens, new tokens, whether it has finished]}, and
-{"called": [seconds, error]} for each call. What vLLM and the libraries below it print goes to stderr.
+a request to abort; or a method of vLLM's LLMEngine to call, and its arguments in a list, functions by name. Writes a
+JSON object per step to stdout: {"ready": true} at first, then {NAME: [number of cached tokens, new tokens, whether it
+has finished]}, and {"called": [seconds, error]} for each call. What vLLM and the libraries below it print goes to
+stderr.
 """
 
 import json
@@ -17,8 +18,9 @@ import time
 from typing import Any, TextIO
 
 from vllm.sampling_params import RequestOutputKind
+from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from engine.tiny_engine import add_request, start_engine
+from engine.tiny_engine import add_request, has_work, start_engine
 from engine.workloads import Request
 
 _Line = tuple[str, list[int], int, list[int]] | tuple[str, list[Any]] | tuple[str] | None
@@ -37,12 +39,8 @@ def serve(llm: dict[str, Any], out: TextIO) -> None:
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     print(json.dumps({"ready": True}), file=out, flush=True)
     is_open, count = True, 0
-
-    def has_work() -> bool:
-        return engine.has_unfinished_requests() or bool(engine.engine_core.engine_core.batch_queue)
-
-    while is_open or has_work():
-        while is_open and (not lines.empty() or not has_work()):
+    while is_open or has_work(engine):
+        while is_open and (not lines.empty() or not has_work(engine)):
             line = lines.get()
             if line is None:
                 is_open = False
@@ -57,7 +55,7 @@ def serve(llm: dict[str, Any], out: TextIO) -> None:
             request = Request(tokens, max_tokens)
             add_request(engine, name, count, request, output_kind=RequestOutputKind.DELTA, stop_token_ids=ends)
             count += 1
-        if has_work():
+        if has_work(engine):
             step = {
                 output.request_id: [output.num_cached_tokens, list(output.outputs[0].token_ids), output.finished]
                 for output in engine.step()
@@ -69,6 +67,8 @@ def serve(llm: dict[str, Any], out: TextIO) -> None:
 def _call(engine: Any, method: str, arguments: list[Any]) -> tuple[float, str]:
     start = time.monotonic()
     try:
+        if method == "apply_model":  # takes functions
+            arguments = [resolve_obj_by_qualname(each) for each in arguments]
         getattr(engine, method)(*arguments)
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return time.monotonic() - start, str(error)

@@ -44,7 +44,8 @@ class Service:
 
     def _started(self) -> LoggingProcess:
         kvpool = str(Path(sys.executable).parent / "kvpool")
-        process = LoggingProcess(kvpool, "serve", "--listen", self.address, *self._options)
+        environment = {"KVPOOL_SERVE_NO_JOURNAL": "1"}  # without the option
+        process = LoggingProcess(kvpool, "serve", "--listen", self.address, *self._options, environment=environment)
         process.wait_for("server listening")
         return process
 

@@ -15,7 +15,6 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvpool.client.vllm.pool_config import spec_of
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
@@ -25,8 +24,6 @@ from kvpool.gpu_worker.layouts import default_layout
 from kvpool.gpu_worker.tensors import allocate_buffers, reshape_kv_cache
 from kvpool.wire.ranks import server_message_from_proto, server_message_to_proto
 from support.torch import bytes_of
-
-pytestmark = pytest.mark.skipif(not COUNTS_ADMISSIONS, reason="older versions of vLLM give each layer a buffer")
 
 MEMORY: Final = 4 * 2**20
 BFLOAT16: Final = torch.bfloat16

@@ -45,9 +45,11 @@ class Scripts:
         llm = {**ENGINE.specification(self._model)["llm"], **options}
         return {"llm": llm, "workload": "conversations", "pauses": []}
 
-    def pooled(self, address: str, *pauses: int, deadline_seconds: float = 30.0, **options: object) -> Script:
-        """For an engine on a service, which waits before some steps."""
-        settings = {"address": address, "pool": POOL, "deadline_seconds": deadline_seconds}
+    def pooled(
+        self, address: str, *pauses: int, deadline_seconds: float = 30.0, memory_id: str = "", **options: object
+    ) -> Script:
+        """For an engine on a service, which waits before some steps. With a memory id, others may share its memory."""
+        settings = {"address": address, "pool": POOL, "deadline_seconds": deadline_seconds, "memory_id": memory_id}
         script = self.plain(scheduler_cls=SCHEDULER, additional_config={"kvpool": settings}, **options)
         return {**script, "pauses": list(pauses)}
 
@@ -210,7 +212,7 @@ def test_an_engine_stops_with_one_error_if_its_session_is_gone(plain: Plain, scr
     """The service comes back without a journal, and might give the engine's blocks to others."""
     with (
         service(tmp_path) as server,
-        followed(scripts.pooled(server.address, EARLY), tmp_path / "engine") as engine,
+        followed(scripts.pooled(server.address, EARLY, memory_id="gpu0"), tmp_path / "engine") as engine,
     ):
         engine.read_until_it_pauses()
         server.kill()
@@ -246,7 +248,9 @@ def test_a_separate_core_logs_why_it_stops_and_its_engine_reports_it(
     """
     with (
         service(tmp_path) as server,
-        followed(scripts.pooled(server.address, SOME_STEPS), tmp_path / "engine", core_apart=True) as engine,
+        followed(
+            scripts.pooled(server.address, SOME_STEPS, memory_id="gpu0"), tmp_path / "engine", core_apart=True
+        ) as engine,
     ):
         engine.read_until_it_pauses()
         server.kill()

@@ -11,17 +11,16 @@ import pytest
 import zmq
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
-from vllm.v1.request import Request
 
 from engine.driving import Driver, Setup, make_scheduler
+from engine.service import service
+from kvpool.client import PrefixIndex, connect
 from kvpool.client.vllm import Scheduler
-from kvpool.client.vllm.versions import EVENTS_HAVE_GROUPS
+from support.router import Router
 
 pytestmark = pytest.mark.complete
 
 WAIT_SECONDS = 20.0
-_OF_GROUP = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")  # older versions lack some
-_REPORTS_FOUND = "kv_cache_report_mode" in Request.__init__.__code__.co_names
 SETUPS = {"plain": Setup(num_blocks=40), "windows": Setup(num_blocks=80, windows=(0, 40), retention_tokens=None)}
 
 
@@ -49,7 +48,7 @@ def stored(events: list[Any]) -> list[tuple[Any, ...]]:
     for event in events:
         if isinstance(event, BlockStored):
             parents = [event.parent_block_hash, *event.block_hashes]
-            group, *spec = (getattr(event, name, None) for name in _OF_GROUP)
+            group, *spec = event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window
             found += [(each, group, *spec, event.block_size, event.lora_name) for each in event.block_hashes]
             if not group:
                 tokens = event.token_ids
@@ -70,7 +69,7 @@ def held(events: list[Any], *, by_copy: bool) -> set[Any]:
             copies.clear()
             continue
         for each in event.block_hashes:
-            key = (getattr(event, "group_idx", None), each)
+            key = (event.group_idx, each)
             if isinstance(event, BlockRemoved):
                 copies[key] = copies[key] - 1 if by_copy else 0
             else:
@@ -84,7 +83,7 @@ def both(setup: Setup, on_service: Setup) -> tuple[list[Any], list[Any]]:
     while True:
         plain, served = published(setup.events_endpoint), published(on_service.events_endpoint)
         is_same = len(stored(plain)) == len(stored(served))
-        is_same = is_same and held(plain, by_copy=True) == held(served, by_copy=not EVENTS_HAVE_GROUPS)
+        is_same = is_same and held(plain, by_copy=True) == held(served, by_copy=False)
         if is_same or time.monotonic() > due:
             return plain, served
         time.sleep(0.05)  # the last of them may be under way
@@ -104,15 +103,14 @@ def play(scheduler_class: Any, setup: Setup, folder: Path) -> Driver:
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONHASHSEED", "0")  # older versions draw the root of hashes otherwise
+def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path) -> None:
     setup = replace(SETUPS[name], events_endpoint=f"ipc://{tmp_path}/plain")
     attached = {"kvpool": {"address": address, "pool": f"events.{name}"}}
     on_service = replace(setup, events_endpoint=f"ipc://{tmp_path}/served", additional_config=attached)
     drivers = [play(Plain, setup, tmp_path), play(Scheduler, on_service, tmp_path)]
     plain, served = both(setup, on_service)
     assert stored(served) == stored(plain)
-    assert held(served, by_copy=not EVENTS_HAVE_GROUPS) == held(plain, by_copy=True)
+    assert held(served, by_copy=False) == held(plain, by_copy=True)
     assert any(isinstance(event, BlockRemoved) for event in plain)
 
     for driver in drivers:
@@ -120,13 +118,120 @@ def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path, m
         driver.add("again", [5] * 40, 4)
         driver.finish()
     plain, served = both(setup, on_service)
-    assert held(served, by_copy=not EVENTS_HAVE_GROUPS) == held(plain, by_copy=True)
+    assert held(served, by_copy=False) == held(plain, by_copy=True)
     assert len(held(plain, by_copy=True)) <= 2 * len(setup.windows)
     for driver in drivers:
         driver.scheduler.shutdown()
 
 
-@pytest.mark.skipif(not _REPORTS_FOUND, reason="only newer versions tell it")
+class Subscriber:
+    """A connected subscriber without replay, which may outlive engines.
+
+    Attributes:
+        events: The events since the newest AllBlocksCleared.
+        num_starts: How often the sequence went back.
+        router: A router on the same events.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        self.events: list[Any] = []
+        self.num_starts = 0
+        self.router = Router(16)
+        self._last = -1
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.rcvtimeo = int(1000 * WAIT_SECONDS)
+        self._socket.subscribe(b"")
+        self._socket.connect(endpoint)
+
+    @property
+    def map(self) -> set[Any]:
+        """What it thinks is cached."""
+        return held(self.events, by_copy=False)
+
+    def read_until(self, pool: set[Any], num_starts: int) -> None:
+        """Reads until the map is the pool's, and the sequence went back that often. Fails if nothing comes any more."""
+        while (self.map, self.num_starts) != (pool, num_starts):
+            _, number, payload = self._socket.recv_multipart()
+            sequence = int.from_bytes(number, "big")
+            self.num_starts += sequence <= self._last
+            self._last = sequence
+            for event in msgspec.msgpack.decode(payload, type=KVEventBatch).events:
+                self._apply(event)
+        assert not self.router.num_lost
+
+    def _apply(self, event: Any) -> None:
+        self.events.append(event)
+        if isinstance(event, AllBlocksCleared):
+            self.events.clear()
+            self.router = Router(16)  # it may have begun amid the events before
+        elif isinstance(event, BlockStored):
+            self.router.store(event.group_idx, event.block_hashes, event.parent_block_hash, tuple(event.token_ids))
+        else:
+            self.router.remove(event.group_idx, event.block_hashes)
+
+    def close(self) -> None:
+        """Disconnects."""
+        self._context.destroy(linger=0)
+
+
+def pools_map(address: str, pool: str) -> set[Any]:
+    """What a pool has cached, as `held` has it."""
+    index = PrefixIndex()
+    with connect(address) as client:
+        for batch in client.watch(pool, snapshot=True):
+            index.apply(batch)
+            if index.is_whole:
+                entries = index.entries()
+                return {(group, int.from_bytes(each[-8:], "big")) for group, each in entries}
+    raise AssertionError
+
+
+@pytest.mark.parametrize("memory_id", ["", "kept"])
+def test_a_subscriber_has_the_pools_map_whenever_it_connects(memory_id: str, address: str, tmp_path: Path) -> None:
+    """Before the engine, across a restart of it, and after, without a request. With a memory id the pool stays warm."""
+    endpoint, pool = f"ipc://{tmp_path}/events", f"events.restart{memory_id}"
+    settings = {"address": address, "pool": pool, "memory_id": memory_id}
+    sizes = (32, 16) if memory_id else ()
+    setup = replace(
+        SETUPS["windows"], block_sizes=sizes, events_endpoint=endpoint, additional_config={"kvpool": settings}
+    )
+    subscribers = [Subscriber(endpoint)]
+    driver = play(Scheduler, setup, tmp_path)
+    subscribers[0].read_until(pools_map(address, pool), 0)
+    assert subscribers[0].map
+    subscribers.append(Subscriber(endpoint))
+    subscribers[1].read_until(pools_map(address, pool), 0)
+    driver.scheduler.shutdown()
+    scheduler = make_scheduler(Scheduler, setup, tmp_path)
+    held = pools_map(address, pool)
+    assert bool(held) == bool(memory_id)
+    for each in subscribers:
+        each.read_until(held, 1)
+        each.close()
+    scheduler.shutdown()
+
+
+def test_a_subscriber_learns_that_the_service_has_lost_the_pool(tmp_path: Path) -> None:
+    """The engine is idle: it opens another session with the next request."""
+    endpoint = f"ipc://{tmp_path}/events"
+    with service(tmp_path) as started:
+        attached = {"kvpool": {"address": started.address, "pool": "events.lost"}}
+        setup = replace(SETUPS["windows"], events_endpoint=endpoint, additional_config=attached)
+        subscriber = Subscriber(endpoint)
+        driver = play(Scheduler, setup, tmp_path)
+        subscriber.read_until(pools_map(started.address, "events.lost"), 0)
+        started.kill()
+        started.start_again()
+        subscriber.read_until(set(), 0)
+        driver.add("next", [5] * 40, 4)
+        driver.finish()
+        subscriber.read_until(pools_map(started.address, "events.lost"), 0)
+        assert subscriber.map
+        subscriber.close()
+        driver.scheduler.shutdown()
+
+
 def test_a_request_may_enable_the_report_of_its_hit(address: str, tmp_path: Path) -> None:
     setup = Setup(events_endpoint=f"ipc://{tmp_path}/plain")
     attached = {"kvpool": {"address": address, "pool": "events.found"}}

@@ -1,6 +1,7 @@
 """Engines on lent memory, with a lender of the tests: tokens, the memory itself, and what is refused at the start."""
 
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,17 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import MultiModalConfig
+from vllm.distributed.kv_transfer.kv_connector import utils as kv_connector_utils
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from engine.driving import Setup, make_scheduler
+from engine.features import set_attribute
 from engine.lending import PoolLender, attached_to
 from engine.models import GEMMA, LFM2, LLAMA
 from engine.pairs import POOLED_SCHEDULER, Engine, Pair, run_engine, run_pair
 from engine.results import Results
 from kvpool.client import connect
 from kvpool.client.vllm import Scheduler, Settings, Worker, lendable
-from kvpool.client.vllm.lendable import check_lendable
+from kvpool.client.vllm.lendable import check_lendable, declared_memory
 from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.versions import VERSION
@@ -30,6 +34,7 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.fence import StepTicket
 from kvpool.lending.lender_client import connect_lender
 from kvpool.lending.steps_in_flight import StepsInFlight
+from support.lending import DECLARED
 from support.logging_process import LoggingProcess
 
 WORKER = "kvpool.client.vllm.Worker"
@@ -99,7 +104,7 @@ def test_the_engine_computes_in_the_lent_memory(lent: tuple[PoolLender, Pair]) -
 def test_worker_and_scheduler_introduce_themselves_and_the_session(lent: tuple[PoolLender, Pair]) -> None:
     lender, _ = lent
     names = {hello.client_name.split()[-1] for hello in lender.wait_for("hello", 2)}  # type: ignore[attr-defined]
-    assert names == {"0", "scheduler"}
+    assert names == {"start", "0", "scheduler"}
     assert lender.count("map") == 1
     binds = lender.wait_for("bind", 2)
     assert len(binds) == 2
@@ -259,16 +264,43 @@ def test_drafts_are_refused_with_stages_of_a_pipeline_only(tmp_path: Path) -> No
         Worker(both, 0, 0, "", is_driver_worker=True)
 
 
-@pytest.mark.parametrize("version", ["0.14.1", "0.34.0"])
-def test_other_versions_are_refused(version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lendable, "VERSION", version)
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("cache_config.kv_cache_dtype_skip_layers", ["1"]),
+        ("model_config.multimodal_config.media_io_kwargs", {"image": {"image_mode": "RGBA"}}),
+        ("model_config.multimodal_config.mm_processor_kwargs", {"max_pixels": 100}),
+        ("model_config.multimodal_config.video_pruning_rate", 0.5),
+        ("model_config.quantization_config", {"moe": "mxfp4"}),
+        ("parallel_config.cp_kv_cache_interleave_size", 2),
+    ],
+)
+def test_options_that_contents_depend_on_are_declared(
+    path: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler = make_scheduler(Plain, Setup(), tmp_path)
+    config, kv_cache_config = scheduler.vllm_config, scheduler.kv_cache_config
+    config.model_config.multimodal_config = MultiModalConfig()
+    tensor = SimpleNamespace(size=640, layers=(), offset=0, layer_stride=0, block_stride=0)
+    kv_cache_config.kv_cache_tensors = [tensor]
+    monkeypatch.setattr(kv_connector_utils, "get_current_attn_backends", lambda _: [])
+    before = declared_memory(config, kv_cache_config, "p")
+    assert declared_memory(config, kv_cache_config, "p") == before
+    set_attribute(config, path, value)
+    after = declared_memory(config, kv_cache_config, "p")
+    assert after.config == before.config
+    assert len(set(after.fingerprint) - set(before.fingerprint)) == 1
+
+
+def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lendable, "VERSION", "0.34.0")
     with pytest.raises(UnsupportedError, match=r"lent memory of vLLM .*: use vLLM 0\.32\.x or 0\.33\.x"):
         check_lendable(_vllm_config(tmp_path))
 
 
 def test_a_worker_needs_a_lender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVPOOL_MEMORY", raising=False)
-    settings = {"kvpool": {"address": "a:1", "pool": "p"}}
+    settings = {"kvpool": {"address": "a:1", "pool": "p", "deadline_seconds": 0.1}}
     with pytest.raises(ValueError, match=r"needs additional_config\['kvpool'\]\['memory'\], or KVPOOL_MEMORY"):
         Worker(_vllm_config(tmp_path, additional_config=settings), 0, 0, "")
     monkeypatch.setenv("KVPOOL_MEMORY", f"unix:{tmp_path}/{{rank}}")
@@ -298,8 +330,25 @@ def test_the_lender_of_another_worker_is_refused(
 
 def test_a_refusal_of_the_lender_names_its_reason(lender: PoolLender, tmp_path: Path) -> None:
     lender.answers["hello"] = WrongStateError("OTHER_POOL", "this rank is of pool other", field="pool_name")
-    with pytest.raises(WrongStateError, match="this rank is of pool other"):
+    with pytest.raises(WrongStateError, match=r"OTHER_POOL: .*: this rank is of pool other\. Set KVPOOL_POOL to"):
         Worker(_vllm_config(tmp_path, additional_config=_kvpool(lender.address)), 0, 0, "")
+
+
+def test_memory_that_differs_is_refused_with_the_reason_and_what_to_do(
+    lender: PoolLender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = object.__new__(Worker)
+    worker._kvpool_settings = Settings.of(_kvpool(lender.address))
+    worker._kvpool_lender, worker._kvpool_memory = connect_lender(lender.address, "p"), None
+    worker._kvpool_steps, worker.vllm_config, worker.model_runner = StepsInFlight(None), None, SimpleNamespace()
+    monkeypatch.setattr("kvpool.client.vllm.worker.declared_memory", lambda *_: DECLARED)
+    field = 'declared.fingerprint["model"]'
+    lender.answers["map"] = WrongStateError("MEMORY_DIFFERS", "'a', the memory has 'b'", field=field)
+    message = rf"^kvpool memory {lender.address}: MEMORY_DIFFERS: {re.escape(field)}: .* has 'b'\. Start the"
+    with pytest.raises(WrongStateError, match=message):
+        worker.initialize_from_config(None)
+    assert worker._kvpool_memory is None
+    worker._kvpool_lender.close()
 
 
 def test_memory_excludes_a_memory_id() -> None:

@@ -42,8 +42,10 @@ def test_an_engine_logs_where_it_is_attached(address: str, tmp_path: Path) -> No
     specification["llm"] |= {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": kvpool}}
     (tmp_path / "specification.json").write_text(json.dumps(specification))
     log = output_of("-m", "engine.run_engine", tmp_path / "specification.json", tmp_path / "results.json")
-    fields = rf"pool=logged session=\d+ epoch=\d+ memory=vllm-\S+ blocks=64 address={address} async_scheduling=False"
+    fields = r"pool=logged session=\d+ epoch=\d+ memory=vllm-\S+ blocks=64 cached_blocks=0"
+    fields += f" address={address} async_scheduling=False"
     assert re.search(rf"INFO .*\] engine attached {fields}$", log, re.MULTILINE), log
+    assert "Using custom scheduler class" not in log
 
 
 def test_a_warning_is_complete_in_a_program_that_does_not_configure_vllms_log() -> None:

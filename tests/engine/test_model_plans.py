@@ -16,15 +16,12 @@ from vllm import __version__ as vllm_version
 from engine.environment import VLLM_ENVIRONMENT
 from engine.model_configs import cases, config_of
 from engine.record_class_defaults import TARGET, table
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from support import processes
 from support.plans import read_recorded, write_recorded
 
-QUICK: Final = ("Gemma4ForCausalLM", "Lfm2ForCausalLM")
-"""What a change runs: a cache that layers share, heads that differ, and states."""
+QUICK: Final = ("DeepseekV4ForCausalLM of Flash", "Gemma4ForCausalLM", "Lfm2ForCausalLM")
+"""What a change runs: compressed vectors, a cache that layers share, heads that differ, and states."""
 _TIMEOUT_SECONDS: Final = 1800
-
-pytestmark = pytest.mark.skipif(not COUNTS_ADMISSIONS, reason="the recorded plans are of vLLM 0.32")
 
 
 def _parameters() -> list[Any]:
@@ -39,7 +36,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     chosen = [
         item.callspec.params["case"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and item.path == request.path and hasattr(item, "callspec")
+        if isinstance(item, pytest.Function) and item.path == request.path and "answers" in item.fixturenames
     ]
     output = tmp_path_factory.mktemp("plans") / "answers.jsonl"
     program = (str(sys.executable), "-m", "engine.plans_program", str(output), *map(str, chosen))
@@ -72,14 +69,17 @@ def test_defaults_of_config_classes_are_as_recorded() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_takes_the_layers_of_vllm(tmp_path: Path) -> None:
-    config = tmp_path / "lfm2.json"
-    config.write_text(json.dumps(config_of("Lfm2ForCausalLM")))
+@pytest.mark.parametrize(
+    ("name", "backend"), [("Lfm2ForCausalLM", "CPU_ATTN"), ("DeepseekV4ForCausalLM of Flash", "CPU_MLA")]
+)
+def test_the_command_takes_the_layers_of_vllm(name: str, backend: str, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(config_of(name)))
     options = ("--memory", "40GiB", "--max-model-len", "8192", "--tp", "2", "--json")
     theirs = _planned(config, *options, "--with-vllm")
-    ours = _planned(config, *options, "--backend", "CPU_ATTN")
-    for name in ("architecture", "num_blocks", "max_concurrency", "max_requests", "kv_bytes_per_token"):
-        assert theirs[name] == ours[name]
+    ours = _planned(config, *options, "--backend", backend)
+    for key in ("architecture", "num_blocks", "max_concurrency", "max_requests", "kv_bytes_per_token"):
+        assert theirs[key] == ours[key]
     assert any("layers are those of vLLM" in note for note in theirs["notes"])
     assert len(theirs["groups"]) == len(ours["groups"]) > 1
 

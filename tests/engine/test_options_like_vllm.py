@@ -10,8 +10,6 @@ from random import Random
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request as VllmRequest
 from vllm.v1.request import RequestStatus
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
@@ -24,9 +22,6 @@ from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOpti
 from support.integrity import check_integrity
 
 pytestmark = pytest.mark.complete
-
-if not hasattr(VllmRequest("r", [1], SamplingParams(), None), "num_in_flight_tokens"):
-    pytest.skip("this vLLM knows no tokens in flight; 0.32 does", allow_module_level=True)
 
 MAX_MODEL_LEN = 96
 CALLS = 120

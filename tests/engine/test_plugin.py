@@ -1,11 +1,19 @@
 """Engines that use kvpool because their settings say so: vLLM's plugin chooses the classes."""
 
+import contextlib
 import json
+import multiprocessing
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,20 +22,25 @@ from vllm.plugins import load_general_plugins
 
 from engine.driving import Setup, make_scheduler
 from engine.environment import VLLM_ENVIRONMENT
+from engine.lending import PoolLender
 from engine.models import LLAMA, write_model
 from engine.serving import site
 from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, serving
 from kvpool.client import NotFoundError, connect
-from kvpool.client.vllm import Scheduler, version_check
+from kvpool.client.vllm import Scheduler, activation, version_check
 from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.versions import VERSION
+from kvpool.client.vllm.weights import default_weights_version
+from kvpool.core.errors import UnavailableError, WrongStateError
+from kvpool.core.ids import PoolName
+from kvpool.lending.lender_client import connect_lender
 from support import processes
+from support.lending import DECLARED, lender_process
+from support.waiting import DEADLINE_SECONDS
 
 SCHEDULER, WORKER = "kvpool.client.vllm.Scheduler", "kvpool.client.vllm.Worker"
 PLAIN = "vllm.v1.core.sched.scheduler.Scheduler"
 LENDS = pytest.mark.skipif(not VERSION.startswith(("0.32", "0.33")), reason="this version cannot use lent memory")
-RUNS = pytest.mark.skipif(VERSION.startswith("0.14"), reason="engines of older versions do not run here")
-VARIABLES = ("KVPOOL_ADDRESS", "KVPOOL_POOL", "KVPOOL_MEMORY", "KVPOOL_VLLM_PLUGIN")
 
 
 class OwnScheduler(Scheduler):
@@ -36,8 +49,8 @@ class OwnScheduler(Scheduler):
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in [each for each in os.environ if each.startswith("KVPOOL_")]:
+        monkeypatch.delenv(name)
     load_general_plugins()
 
 
@@ -48,12 +61,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def chosen(model: Path, **values: Any) -> tuple[Any, str, bool | None]:
-    """Returns scheduler, worker and async scheduling of an engine's arguments when its configuration is made."""
-    arguments = EngineArgs(
+def arguments_of(model: Path, **values: Any) -> EngineArgs:
+    """Arguments of an engine."""
+    return EngineArgs(
         model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=512, block_size=32, **values
     )
-    config = arguments.create_engine_config()
+
+
+def chosen(model: Path, **values: Any) -> tuple[Any, str, bool | None]:
+    """Returns scheduler, worker and async scheduling of an engine's arguments when its configuration is made.
+
+    No server is asked.
+    """
+    arguments = arguments_of(model, **values)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation, "check_services", lambda _: None)
+        config = arguments.create_engine_config()
     assert config.scheduler_config.scheduler_cls == arguments.scheduler_cls
     return arguments.scheduler_cls, arguments.worker_cls, arguments.async_scheduling
 
@@ -91,12 +114,12 @@ def test_lent_memory_needs_a_worker(model: Path, monkeypatch: pytest.MonkeyPatch
     assert chosen(model, worker_cls=own) == (SCHEDULER, own, None)
 
 
-def test_lent_memory_of_an_older_version_is_refused_and_nothing_replaced(
+def test_lent_memory_of_another_version_is_refused_and_nothing_replaced(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
     monkeypatch.setenv("KVPOOL_MEMORY", "unix:/m")
-    monkeypatch.setattr("kvpool.client.vllm.lendable.VERSION", "0.14.1")
+    monkeypatch.setattr("kvpool.client.vllm.lendable.VERSION", "0.34.0")
     arguments = EngineArgs(model=str(model), skip_tokenizer_init=True)
     with pytest.raises(UnsupportedError, match=r"does not support lent memory of vLLM .*: use vLLM 0\.32\.x"):
         arguments.create_engine_config()
@@ -109,7 +132,7 @@ def test_a_version_that_is_not_supported_is_refused_before_the_model_is_loaded(
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
     monkeypatch.setattr(version_check, "VERSION", "0.34.1")
     arguments = EngineArgs(model=str(model), skip_tokenizer_init=True)
-    with pytest.raises(UnsupportedError, match=r"use 0\.14\.1, 0\.32 or 0\.33; untested_version='0\.34\.1' runs it"):
+    with pytest.raises(UnsupportedError, match=r"use 0\.32 or 0\.33; untested_version='0\.34\.1' runs it"):
         arguments.create_engine_config()
     assert (arguments.scheduler_cls, arguments.worker_cls, arguments.async_scheduling) == (None, "auto", None)
     monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.34.1")
@@ -117,6 +140,21 @@ def test_a_version_that_is_not_supported_is_refused_before_the_model_is_loaded(
     monkeypatch.setattr(version_check, "missing_methods", lambda: ["KVCacheManager.new_thing is missing"])
     with pytest.raises(UnsupportedError, match="new_thing is missing"):
         chosen(model)
+
+
+@pytest.mark.parametrize("name", ["enable_fault_tolerance", "vllm snapshot"])
+def test_an_engine_that_vllm_would_continue_is_refused_before_the_model_is_loaded(
+    name: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/s")
+    arguments = EngineArgs(model=str(model), skip_tokenizer_init=True)
+    if name == "vllm snapshot":
+        monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "vllm.snapshot.server", "--", "model"])
+    else:
+        monkeypatch.setattr(arguments, name, True)
+    with pytest.raises(UnsupportedError, match=f"does not support {name} of vLLM"):
+        arguments.create_engine_config()
+    assert (arguments.scheduler_cls, arguments.worker_cls, arguments.async_scheduling) == (None, "auto", None)
 
 
 def test_the_chosen_class_opens_a_session(
@@ -178,6 +216,169 @@ def test_it_can_be_switched_off(model: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert chosen(model, scheduler_cls=PLAIN)[0] == PLAIN
 
 
+# Server and lenders are asked before the model is loaded.
+
+
+@pytest.fixture
+def lent(
+    address: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[tuple[PoolLender, str]]:
+    """A lender that an engine is configured for, and the pool."""
+    pool = f"asked-{abs(hash(request.node.name))}"
+    with TemporaryDirectory() as folder:
+        lender = PoolLender(Path(folder), address)
+        for name, value in {"ADDRESS": address, "POOL": pool, "MEMORY": lender.address}.items():
+            monkeypatch.setenv(f"KVPOOL_{name}", value)
+        yield lender, pool
+        lender.stop()
+
+
+def test_a_server_that_does_not_answer_is_reported_before_the_model_is_loaded(model: Path, tmp_path: Path) -> None:
+    settings = {"address": f"unix:{tmp_path}/none", "deadline_seconds": 0.1}
+    with pytest.raises(UnavailableError, match="there is no such socket"):
+        arguments_of(model, additional_config={"kvpool": settings}).create_engine_config()
+
+
+@LENDS
+def test_a_lender_that_starts_is_waited_for_and_one_that_does_not_is_reported(
+    model: Path, lent: tuple[PoolLender, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender, _ = lent
+    lender.stop()
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        lender.start()
+
+    monkeypatch.setattr("kvpool.client.vllm.lenders.time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+    arguments_of(model).create_engine_config()
+    assert len(pauses) == 1
+    assert [each.hello.client_name.split()[-1] for each in lender.requests] == ["start"]
+    lender.stop()
+    settings = {"kvpool": {"deadline_seconds": 0.1}}
+    with pytest.raises(
+        UnavailableError, match=r"kvpool memory unix:.*: NO_LENDER: .* the worker that made it has ended"
+    ):
+        arguments_of(model, additional_config=settings).create_engine_config()
+
+
+@LENDS
+@pytest.mark.parametrize(
+    ("offer", "message"),
+    [
+        ({"rank": 1}, "it lends rank 1 of 1, and this is worker 0 of 1"),
+        ({"world_size": 2}, "it lends rank 0 of 2, and this is worker 0 of 1"),
+        ({"device": "cuda:0"}, "its memory is on cuda:0, and the engine computes on cpu"),
+        ({}, "OTHER_POOL: pool_name: .* belongs to pool 'other'. Set KVPOOL_POOL to the pool of the lender"),
+    ],
+    ids=["rank", "world size", "device", "pool"],
+)
+def test_the_lender_of_another_engine_is_reported_before_the_model_is_loaded(
+    model: Path, lent: tuple[PoolLender, str], offer: dict[str, Any], message: str
+) -> None:
+    lender, _ = lent
+    for name, value in offer.items():
+        setattr(lender.offer, name, value)
+    if not offer:
+        text = "'asked'; this memory belongs to pool 'other'"
+        lender.answers["hello"] = WrongStateError("OTHER_POOL", text, field="pool_name")
+    with pytest.raises((ValueError, WrongStateError), match=rf"^kvpool memory {lender.address}: {message}"):
+        arguments_of(model).create_engine_config()
+
+
+@LENDS
+def test_an_engine_of_another_model_is_reported_before_the_model_is_loaded_while_the_memory_is_in_use(
+    model: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with lender_process(address, pool="in-use") as lender, connect(address) as client:
+        for name, value in {"ADDRESS": address, "POOL": "in-use", "MEMORY": lender.address}.items():
+            monkeypatch.setenv(f"KVPOOL_{name}", value)
+        other = connect_lender(lender.address, "in-use")
+        other.map(replace(DECLARED, config=replace(DECLARED.config, name=PoolName("in-use"))), DEADLINE_SECONDS)
+        arguments_of(model).create_engine_config()
+        with client.open_session("in-use"):
+            before = client.get_pool("in-use")
+            message = r"MEMORY_DIFFERS: fingerprint\[\"decode.*\"\]: '1', the engines .* have None\. Start the engine"
+            with pytest.raises(WrongStateError, match=message):
+                arguments_of(model).create_engine_config()
+            assert client.get_pool("in-use") == before
+        other.close()
+
+
+def _call(address: str) -> None:
+    with connect(address, deadline_seconds=DEADLINE_SECONDS) as client, contextlib.suppress(NotFoundError):
+        client.get_pool("forked")
+
+
+def test_an_engine_can_be_forked_from_the_process_that_asked(model: Path, address: str) -> None:
+    """As vLLM does by default: what gRPC started in this process is gone in the engine's."""
+    arguments_of(model, additional_config={"kvpool": {"address": address}}).create_engine_config()
+    engine = multiprocessing.get_context("fork").Process(target=_call, args=(address,))
+    engine.start()
+    engine.join(DEADLINE_SECONDS)
+    assert engine.exitcode == 0
+    engine.kill()
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_weights_are_identified_before_the_model_is_loaded_and_must_stay(
+    tmp_path: Path, address: str, *, is_changed: bool
+) -> None:
+    model = tmp_path / "model"
+    write_model(LLAMA, model)
+    (model / "model.safetensors").write_bytes(bytes(64))
+    settings = {"address": address, "pool": "loaded", "memory_id": "gpu0"}
+    config = arguments_of(model, additional_config={"kvpool": settings}).create_engine_config()
+    config = deepcopy(config)  # as for the processes of engines
+    if is_changed:
+        (model / "model.safetensors").write_bytes(bytes(65))
+    assert default_weights_version(config).startswith("unknown-" if is_changed else "files-")
+
+
+@LENDS
+def test_api_servers_ask_nobody(
+    model: Path, lent: tuple[PoolLender, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("KVPOOL_ADRESS", "unix:/s")
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "ApiServer_0")
+    arguments_of(model).create_engine_config()
+    assert not lent[0].requests
+    assert not [each for each in caplog.records if each.name.startswith("kvpool")]
+
+
+@pytest.mark.parametrize(
+    ("variables", "warnings"),
+    [
+        (
+            {"KVPOOL_MEMORY": "unix:/m"},
+            {"KVPOOL_MEMORY": "KVPOOL_ADDRESS is not set, so the engine does not use kvpool"},
+        ),
+        ({"KVPOOL_ADRESS": "unix:/s"}, {"KVPOOL_ADRESS": "not known; did you mean KVPOOL_ADDRESS?"}),
+        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_QQQQQQQQQQQQQQ": "1"}, {"KVPOOL_QQQQQQQQQQQQQQ": "not known"}),
+        (
+            {"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_MEMORY": "unix:/m", "KVPOOL_TOKEN": "t", "KVPOOL_SERVE_X": ""},
+            {},
+        ),
+        ({"KVPOOL_SERVER_PORT_9464_TCP_ADDR": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1"}, {}),
+        ({"KVPOOL_MEMORY": "unix:/m", "KVPOOL_X": "1", "KVPOOL_VLLM_PLUGIN": "0"}, {}),
+    ],
+    ids=["memory alone", "misspelt", "unknown", "known", "of Kubernetes", "switched off"],
+)
+def test_variables_without_effect_are_named(
+    model: Path,
+    variables: dict[str, str],
+    warnings: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    chosen(model)
+    found = {vars(each)["setting"]: vars(each)["error"] for each in caplog.records if each.msg == "variable ignored"}
+    assert found == warnings
+
+
 # Whole engines.
 
 _PROGRAM = """
@@ -210,7 +411,6 @@ def _run(model: Path, **variables: str) -> tuple[list[Any], str]:
     return [json.loads(line) for line in lines if line.startswith("[[")], done.stdout + done.stderr
 
 
-@RUNS
 @pytest.mark.slow
 def test_one_variable_puts_an_engine_on_kvpool_and_another_takes_it_off(model: Path, address: str) -> None:
     with ThreadPoolExecutor() as threads:

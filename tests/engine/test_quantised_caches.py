@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
+from vllm.platforms.interface import Platform
 from vllm.utils import torch_utils
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
@@ -21,7 +22,6 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 from engine.driving import Setup, make_scheduler
 from kvpool.client import KVCacheGroup, PoolConfig, connect
 from kvpool.client.vllm.pool_config import UnsupportedError, check_supported, config_of, spec_of
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from kvpool.core.ids import PoolName
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import PlanOptions, RankMemory
@@ -29,8 +29,7 @@ from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.core.specs.base import KVCacheSpec, MambaCacheMode, RequestLimits
 from kvpool.core.specs.kinds import MambaSpec
 from kvpool.models.config import ModelOptions, derive_model
-
-pytestmark = pytest.mark.skipif(not COUNTS_ADMISSIONS, reason="older versions of vLLM have no packed caches")
+from kvpool.wire.pools import config_from_proto
 
 BLOCK_SIZE: Final = 16
 HEADS: Final[dict[str, Any]] = {"block_size": BLOCK_SIZE, "num_kv_heads": 8, "head_size": 128}
@@ -64,7 +63,7 @@ def _spec(dtype: str, kind: str = "FullAttentionSpec", **fields: Any) -> Any:
 
 
 def _triton(spec: Any) -> Any:
-    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend  # noqa: PLC0415 - only newer versions
+    from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend  # noqa: PLC0415 - loads kernels
 
     return TritonAttentionBackend.customize_spec(spec)
 
@@ -130,7 +129,7 @@ def check(theirs: Any, address: str, name: str) -> KVCacheSpec:
     assert spec.page_size_bytes == theirs.page_size_bytes
     config = PoolConfig(PoolName(name), 64, 256, (KVCacheGroup(spec, ("layer.0",)),))
     with connect(address) as client:
-        served = client.create_pool(config).config.groups[0].spec
+        served = config_from_proto(client.create_pool(config).config).groups[0].spec
     assert served == spec
     return served
 
@@ -193,8 +192,6 @@ def test_states_have_vllms_blocks_for_drafts_and_checkpoints(address: str) -> No
 
 def block_size_of_vllm(dtype: str) -> int:
     """Tokens per block that vLLM's platform chooses for packed layers beside those of the model's type."""
-    from vllm.platforms.interface import Platform  # noqa: PLC0415 - only newer versions have the method
-
     cache = SimpleNamespace(
         block_size=BLOCK_SIZE, cache_dtype=dtype, kv_cache_dtype_skip_layers=["0"], mamba_page_size_padded=None
     )
@@ -255,7 +252,7 @@ def test_plans_are_those_of_vllm(dtype: str, *, latent: bool, address: str, tmp_
     # The pool of the engine has its number of blocks and its pages.
     pool = config_of(vllm_config, expected, f"plan/{dtype}/{latent}")
     with connect(address) as client:
-        served = client.create_pool(pool).config
+        served = config_from_proto(client.create_pool(pool).config)
     assert served.num_blocks == expected.num_blocks
     assert [group.spec.page_size_bytes for group in served.groups] == [
         group.kv_cache_spec.page_size_bytes for group in expected.kv_cache_groups
@@ -289,4 +286,4 @@ def test_a_circular_buffer_does_not_take_part_in_caching(address: str, tmp_path:
     scheduler.kv_cache_config.kv_cache_groups = groups
     pool = config_of(scheduler.vllm_config, scheduler.kv_cache_config, "circular")
     with connect(address) as client:
-        assert client.create_pool(pool).config.hit_alignment == full.block_size
+        assert config_from_proto(client.create_pool(pool).config).hit_alignment == full.block_size

@@ -1,6 +1,7 @@
 """What an engine on the service is refused at its start, in a sentence that names it, and its settings."""
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,18 @@ import pytest
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.driving import Setup, make_scheduler
+from engine.driving import Driver, Setup, make_scheduler
 from engine.features import Connector, make_groups, set_attribute
 from kvpool.client import NotFoundError, connect
 from kvpool.client.vllm import Scheduler, Settings, version_check
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 
 
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
         ("cache_config.prefix_caching_hash_algo", "md5", "prefix_caching_hash_algo='md5'"),
+        ("parallel_config.enable_fault_tolerance", True, "enable_fault_tolerance"),
         ("kv_cache_config.kv_cache_groups", [], "without a KV cache"),
     ],
 )
@@ -49,7 +50,6 @@ def test_unsupported_connectors_are_refused(
         pool_config(scheduler, "p")
 
 
-@pytest.mark.skipif(not COUNTS_ADMISSIONS, reason="older versions cache all blocks")
 def test_groups_of_different_block_sizes_cache_few_blocks_and_states_none(tmp_path: Path) -> None:
     scheduler = make_scheduler(Plain, Setup(), tmp_path)
     full = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -93,12 +93,10 @@ def test_settings_in_the_configuration_override_the_environment(
     monkeypatch.setenv("KVPOOL_ADDRESS", "unix:/env")
     monkeypatch.setenv("KVPOOL_POOL", "env")
     monkeypatch.setenv("KVPOOL_WEIGHTS_VERSION", "7")
-    monkeypatch.setenv("KVPOOL_ZONE", "a")
-    assert Settings.of({}) == Settings("unix:/env", "env", weights_version="7", zone="a")
-    chosen = {"kvpool": {"weights_version": "8", "zone": "b"}}
-    assert Settings.of(chosen) == Settings("unix:/env", "env", weights_version="8", zone="b")
+    assert Settings.of({}) == Settings("unix:/env", "env", weights_version="7")
+    chosen = {"kvpool": {"weights_version": "8"}}
+    assert Settings.of(chosen) == Settings("unix:/env", "env", weights_version="8")
     monkeypatch.delenv("KVPOOL_WEIGHTS_VERSION")
-    monkeypatch.delenv("KVPOOL_ZONE")
     assert Settings.of(None) == Settings("unix:/env", "env")
     given = {"kvpool": {"pool": "mine", "lease_seconds": 5, "max_blocks": 7, "memory_id": "m"}}
     assert Settings.of(given) == Settings("unix:/env", "mine", lease_seconds=5, max_blocks=7, memory_id="m")
@@ -120,6 +118,21 @@ def test_wrong_settings_are_refused_by_name(given: Any, message: str, monkeypatc
     monkeypatch.delenv("KVPOOL_POOL", raising=False)
     with pytest.raises(ValueError, match=message):
         Settings.of(given)
+
+
+@pytest.mark.skipif(not find_spec("vllm.v1.kv_hints"), reason="0.32 has no hints")
+def test_hints_of_a_request_change_nothing(address: str, tmp_path: Path) -> None:
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: PLC0415 - see the mark
+
+    attached = Setup(additional_config={"kvpool": {"address": address, "pool": "hints"}})
+    scheduler = make_scheduler(Scheduler, attached, tmp_path)
+    driver = Driver(scheduler, attached)
+    hints = KvHintsEnvelope("1", "m", [KvHintAction("a", "prefetch", "1", {"tier": "host"})])
+    driver.add("with", [1] * 40, 9, kv_hints=hints)
+    driver.add("without", [1] * 40, 9)
+    driver.finish()
+    assert {name: len(tokens) for name, tokens in driver.generated.items()} == {"with": 9, "without": 9}
+    scheduler.shutdown()
 
 
 def test_usage_is_reported_before_the_first_step(address: str, tmp_path: Path) -> None:

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as PlainAsync
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import ENDS, ScriptedConnector
-from engine.driving import HAS_BLOCK_SIZES, HAS_REPLAY, Driver, Setup, images, make_scheduler
+from engine.driving import Driver, Setup, images, make_scheduler
 from engine.schedules import KINDS, run, setup_of
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.schedule_predictor import SchedulePredictor
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, HASHES_LOOK_AHEAD
+from kvpool.client.vllm.versions import HASHES_LOOK_AHEAD
 
 
 def _names(values: dict[str, Any]) -> str:
@@ -37,12 +36,6 @@ SEEDS = range(12)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    if "block_sizes" in KINDS[kind] and not HAS_BLOCK_SIZES:
-        pytest.skip("blocks of all groups have one size in this version")
-    if "has_modules" in KINDS[kind] and not hasattr(VllmConfig, "num_prefill_lookahead_tokens"):
-        pytest.skip("this version has no drafters of several modules")
-    if "replays" in KINDS[kind] and not HAS_REPLAY:
-        pytest.skip("this version has no replay")
     if "hashes_ahead" in KINDS[kind] and not HASHES_LOOK_AHEAD:
         pytest.skip("hashes cover their block alone in this version")
     preemptions = cached = 0
@@ -81,8 +74,8 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
 def test_connectors_that_complete_hits_per_group_are_supported(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As NixlConnector, for which the scheduler calls another method; 0.14.1 does not know them yet."""
-    monkeypatch.setattr(ScriptedConnector, "supports_divergent_local_hybrid_hits", True, raising=False)
+    """As NixlConnector, for which the scheduler calls another method."""
+    monkeypatch.setattr(ScriptedConnector, "supports_divergent_local_hybrid_hits", True)
     setup = setup_of(KINDS["connector"], 1)
     attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "completes"}})
     served, plain = run(Scheduler, attached, 1, tmp_path), run(Plain, setup, 1, tmp_path)
@@ -144,11 +137,7 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
 
 @pytest.mark.parametrize("enable_caching", [True, False])
 def test_a_round_with_images_is_a_message_at_most(address: str, tmp_path: Path, *, enable_caching: bool) -> None:
-    """Requests are admitted, computed in pieces that end within images, and decode past them, up to 16 together.
-
-    0.14.1 counts look-ups of requests that it does not admit, so that admissions there are no part of the message.
-    """
-    admits_ahead = COUNTS_ADMISSIONS or not enable_caching
+    """Requests are admitted, computed in pieces that end within images, and decode past them, up to 16 together."""
     kvpool = {"kvpool": {"address": address, "pool": f"images.{enable_caching}"}}
     setup = Setup(num_blocks=800, encoder_budget=2000, enable_caching=enable_caching, additional_config=kvpool)
     driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
@@ -161,7 +150,7 @@ def test_a_round_with_images_is_a_message_at_most(address: str, tmp_path: Path, 
         before = session.sequence
         step = driver.step()
         num_encoded.append(sum(map(len, step["encoded"].values())))
-        assert session.sequence <= before + (1 if admits_ahead else 1 + 2 * len(step["new"]))
+        assert session.sequence <= before + 1
     assert sum(map(bool, num_encoded)) > 10
     driver.scheduler.shutdown()
 
@@ -199,8 +188,6 @@ def test_blocks_that_are_read_too_early_end_the_engine(
     monkeypatch.delattr(Scheduler, "_make_cached_request_data")
     setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": "early"}})
     driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
-    manager = driver.scheduler.kv_cache_manager
-    monkeypatch.setattr(manager, "get_num_common_prefix_blocks", lambda _: [0])  # which 0.14.1 asks before
     driver.add("r", [1] * 10, 100)
     driver.step()
     steps = (driver.step() for _ in range(16))

@@ -9,14 +9,17 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import Calls
-from engine.driving import HAS_BLOCK_SIZES, STATES, Driver, Setup, make_scheduler
+from engine.driving import STATES, Driver, Setup, make_scheduler
 from engine.service import service
-from kvpool.client import AbortedError, NotFoundError, UnavailableError, WrongStateError, connect
+from kvpool.client import AbortedError, KvpoolError, NotFoundError, UnavailableError, WrongStateError, connect
+from kvpool.client.admin import AdminClient
+from kvpool.client.session import Session
 from kvpool.client.vllm import Scheduler
 from support import processes
 from support.answers import until_answered
@@ -60,8 +63,21 @@ def test_engines_with_the_same_memory_share_cached_blocks(address: str, tmp_path
     second.driver.add("e", [2] * 40, 9)
     held = [engine.driver.step()["new"][0][2][0] for engine in (first, second)]
     assert not set(held[0]) & set(held[1])
-    assert not first.scheduler.reset_prefix_cache()  # the other holds blocks
+    assert first.scheduler.reset_prefix_cache()  # although the other holds blocks: see test_resets.py
     for engine in (first, second):
+        engine.scheduler.shutdown()
+
+
+def test_an_engine_logs_how_warm_its_pool_is(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "kvpool.client.vllm")
+    first = Engine(address, "warm", tmp_path, memory_id="gpu0")
+    first.run("a", PROMPT)
+    engines = [first, Engine(address, "warm", tmp_path, memory_id="gpu0")]
+    attached = [vars(each)["cached_blocks"] for each in caplog.records if each.msg == "engine attached"]
+    with connect(address) as client:
+        assert attached == [0, client.get_pool("warm").cached_blocks]
+    assert attached[1]
+    for engine in engines:
         engine.scheduler.shutdown()
 
 
@@ -243,7 +259,6 @@ def test_what_a_connector_fails_to_load_is_not_hit_by_other_engines(
     assert info.prefix_cache.shared_hits_tokens
 
 
-@pytest.mark.skipif(not HAS_BLOCK_SIZES, reason="older versions do not cache states")
 def test_a_round_zeroes_no_block_that_it_has_freed(address: str, tmp_path: Path) -> None:
     setup = replace(SETUP, num_blocks=24, windows=(0, STATES), policy="priority", max_num_batched_tokens=64)
     engine, draw = Engine(address, "zeroed", tmp_path, setup, memory_id="gpu0"), random.Random(2)
@@ -298,7 +313,7 @@ def test_the_next_engine_may_have_another_configuration(
 
 def test_a_killed_engine_frees_its_blocks_for_the_next(address: str, tmp_path: Path) -> None:
     command = [sys.executable, __file__, address, "killed", str(tmp_path)]
-    env = processes.environment(VLLM_LOGGING_LEVEL="ERROR")  # older versions log where this listens
+    env = processes.environment()
     with (
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process,
         connect(address) as client,
@@ -323,7 +338,7 @@ def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
 
 
 @pytest.mark.parametrize("keeps_journal", [False, True], ids=["no_journal", "journal"])
-def test_a_killed_service_causes_at_most_one_clear_error(tmp_path: Path, *, keeps_journal: bool) -> None:
+def test_a_killed_service_ends_no_request(tmp_path: Path, *, keeps_journal: bool) -> None:
     options = ["--journal", str(tmp_path / "journal")] if keeps_journal else []
     (tmp_path / "plain").mkdir()
     plain = Driver(make_scheduler(Plain, SETUP, tmp_path / "plain"), SETUP)
@@ -336,12 +351,26 @@ def test_a_killed_service_causes_at_most_one_clear_error(tmp_path: Path, *, keep
         server.start_again()
         if keeps_journal:
             steps += _steps_of_both(engine.driver, plain)
-            assert engine.driver.generated == plain.generated
-        else:
-            with pytest.raises((AbortedError, NotFoundError), match="session") as raised:
-                _steps_of_both(engine.driver, plain)
-            assert "restart the engine" in raised.value.__notes__[0]
+        engine.driver.finish()
+        plain.finish()
+        assert engine.driver.generated == plain.generated
         assert all(mine == theirs for mine, theirs in steps)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_forgotten_session_in_memory_of_several_engines_ends_the_engine(tmp_path: Path, *, runs: bool) -> None:
+    with service(tmp_path) as server:
+        engine = Engine(server.address, "forgotten", tmp_path, memory_id="gpu0")
+        if runs:
+            engine.driver.add("a", PROMPT, 60)
+            engine.driver.step()
+        server.kill()
+        server.start_again()
+        engine.driver.add("b", PROMPT, 60)
+        with pytest.raises((AbortedError, NotFoundError), match="session") as raised:
+            engine.run_all()
+        assert "restart the engine" in raised.value.__notes__[0]
+        assert "--no-journal" in raised.value.__notes__[1]
         engine.scheduler.shutdown()
 
 
@@ -355,6 +384,49 @@ def test_an_unavailable_service_is_reported_with_address_and_advice(tmp_path: Pa
             engine.run_all()
         assert "restart the engine" in raised.value.__notes__[0]
         engine.scheduler.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("error", "remedy"),
+    [
+        (NotFoundError("SESSION_NOT_FOUND", ""), "--no-journal"),
+        (AbortedError("JOURNAL_DROPPED", ""), "log of the service"),
+        (AbortedError("EPOCH_PASSED", ""), "--rank-grace-seconds"),
+        (AbortedError("LEASE_EXPIRED", ""), ""),
+        (UnavailableError("RANK_LOST", ""), "workers of the pool run"),
+    ],
+    ids=lambda each: getattr(each, "reason", None),
+)
+def test_the_error_of_an_engine_that_ends_names_the_remedy_for_its_cause(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: KvpoolError, remedy: str
+) -> None:
+    engine = Engine(address, f"remedy.{error.reason}", tmp_path, memory_id="gpu0")
+    engine.driver.add("a", PROMPT, 9)
+    with monkeypatch.context() as patched:
+        for name in ("begin", "send"):
+            patched.setattr(Session, name, Mock(side_effect=error))
+        with pytest.raises(type(error)) as raised:
+            engine.driver.step()
+    notes = " ".join(raised.value.__notes__)
+    assert "restart the engine" in notes
+    assert remedy in notes
+    assert ("journal" in notes) == (error.reason in {"SESSION_NOT_FOUND", "JOURNAL_DROPPED"})
+    engine.scheduler.shutdown()
+
+
+def test_a_step_whose_answer_outlasted_the_lease_runs_while_the_session_is_open(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(address, "outlasted", tmp_path, memory_id="gpu0")
+    monkeypatch.setattr(Session, "lease_left_seconds", property(lambda _: 0.0))
+    engine.driver.add("a", PROMPT, 9)
+    engine.driver.step()
+    with AdminClient(address) as admin:
+        admin.evict_session("outlasted", engine.scheduler.kv_cache_manager.session.session_number)
+    with pytest.raises(AbortedError, match="an operator ended the session") as raised:
+        engine.run_all()
+    assert "restart the engine" in raised.value.__notes__[0]
+    engine.scheduler.shutdown()
 
 
 def _run_until_killed(address: str, pool: str, folder: Path) -> None:

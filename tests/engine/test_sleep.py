@@ -92,7 +92,7 @@ def test_an_engine_sleeps_under_the_load_of_another_and_wakes_with_its_cache(
         assert _tokens(sleeper, woken) == expected[8]
         assert _are_hit(woken) == (level == 1), "after level 2 it may have other weights"
     with AdminClient(place.service) as admin:
-        admin.set_weights_version(place.pool, "")
+        admin.set_weights_version(place.pool, "drawn")
     woken = _ask(sleeper, "same", OF_SLEEPER)
     assert _tokens(sleeper, woken) == expected[8]
     assert _are_hit(woken), "an operator has said that it has the same weights"

@@ -1,4 +1,4 @@
-"""A vLLM engine that a CPU runs: what vLLM has to know before it is imported, and a loader that draws its weights."""
+"""A vLLM engine that a CPU runs: what vLLM has to know before it is imported."""
 
 import os
 from typing import Any
@@ -7,32 +7,18 @@ from engine.environment import ENGINE_ENVIRONMENT
 
 os.environ |= {**ENGINE_ENVIRONMENT, **os.environ}  # before vLLM and torch are imported
 
-import torch
 from vllm import LLM, SamplingParams
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.platforms import current_platform
 
-from engine.drawn_weights import draw_weights
+from engine import drawn_loader
 from engine.workloads import Request
-
-
-@register_model_loader("drawn")
-class DrawnWeights(BaseModelLoader):  # type: ignore[misc] # untyped where vLLM is not installed
-    """Draws weights in place of a checkpoint's."""
-
-    def download_model(self, model_config: object) -> None:
-        """There is nothing to download."""
-
-    def load_weights(self, model: torch.nn.Module, model_config: object) -> None:  # noqa: ARG002 - vLLM's signature
-        """See `draw_weights`."""
-        draw_weights(model.parameters())
 
 
 def start_engine(llm: dict[str, Any]) -> Any:
     """Starts an engine from arguments of `vllm.LLM`; returns vLLM's LLMEngine."""
     _adjust_platform(is_async=bool(llm.get("async_scheduling")))
-    engine = LLM(load_format="drawn", skip_tokenizer_init=True, disable_log_stats=False, **llm).llm_engine
+    arguments = {"load_format": drawn_loader.NAME, "skip_tokenizer_init": True, "disable_log_stats": False, **llm}
+    engine = LLM(**arguments).llm_engine
     if llm.get("pipeline_parallel_size", 1) > 1:
         # Makes the buffers between stages, which vLLM otherwise makes when it compiles or profiles.
         engine.engine_core.engine_core.model_executor.execute_dummy_batch()
@@ -50,6 +36,11 @@ def _adjust_platform(*, is_async: bool) -> None:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = staticmethod(update_but_keep)
+
+
+def has_work(engine: Any) -> bool:
+    """Whether requests are unfinished, or a step that was sent ahead has not been read."""
+    return engine.has_unfinished_requests() or bool(engine.engine_core.engine_core.batch_queue)
 
 
 def add_request(engine: Any, request_id: str, index: int, request: Request, **sampling: object) -> None:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -31,6 +31,12 @@ REQUESTS = make_workload("shared prefixes").requests[:40]
 _START_SECONDS = 300.0
 _ANSWER_SECONDS = 240.0
 _NUM_USERS = 10
+_LOG_LINES = 100
+_JSON = {"Content-Type": "application/json"}
+_TINY = (
+    *("--dtype", "float32", "--enforce-eager", "--max-model-len", str(LONGEST_TOKENS)),
+    *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(NUM_BLOCKS)),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +67,15 @@ class VllmServe:
         process: Its API server, or what starts its API servers.
     """
 
-    def __init__(self, folder: Path, name: str, *options: str, kvpool: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        *options: str,
+        kvpool: dict[str, Any] | None = None,
+        usual: Sequence[str] = _TINY,
+        environment: Mapping[str, str] = VLLM_ENVIRONMENT,
+    ) -> None:
         """Starts it; returns before it is ready.
 
         Args:
@@ -69,31 +83,34 @@ class VllmServe:
             name: Name of its socket.
             options: More options.
             kvpool: Settings of its engine on a service; None for vLLM alone.
+            usual: Options that the engines of its kind have.
+            environment: Variables beside those of this process.
         """
         self._socket = folder / name
         if kvpool is not None:
             config = json.dumps({"kvpool": {"lease_seconds": LEASE_SECONDS, **kvpool}})
             options = (*options, "--scheduler-cls", SCHEDULER, "--additional-config", config)
         self.process = LoggingProcess(
-            str(Path(sys.executable).parent / "vllm"), "serve", str(folder / "model"),
+            *(sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(folder / "model")),
             *("--uds", str(self._socket), "--served-model-name", "tiny", "--skip-tokenizer-init"),
-            *("--dtype", "float32", "--enforce-eager", "--enable-prompt-tokens-details"),
-            *("--max-model-len", str(LONGEST_TOKENS), "--block-size", str(BLOCK_TOKENS)),
-            *("--num-gpu-blocks-override", str(NUM_BLOCKS), *options),
+            *("--enable-prompt-tokens-details", *usual, *options),
             environment={
-                **VLLM_ENVIRONMENT,
+                **environment,
                 "VLLM_LOGGING_STREAM": "ext://sys.stderr",
-                "VLLM_SERVER_DEV_MODE": "1",  # else it cannot sleep
+                "VLLM_SERVER_DEV_MODE": "1",  # else it cannot sleep, and tells nothing of its workers
             },
             start_new_session=True,
         )  # fmt: skip
 
-    def wait_ready(self) -> None:
+    def wait_ready(self, seconds: float = _START_SECONDS) -> None:
         """Waits until it serves."""
-        wait_until(lambda: self._is_ready() or not self.process.is_alive, "it does not start", _START_SECONDS)
-        assert self.process.is_alive, self.process.log
+        with suppress(AssertionError):  # its log says more
+            wait_until(lambda: self.is_healthy or not self.process.is_alive, seconds=seconds)
+        assert self.is_healthy, f"it does not start; its log ends with:\n{''.join(self.process.lines[-_LOG_LINES:])}"
 
-    def _is_ready(self) -> bool:
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it reports to be healthy."""
         with closing(_Connection(self._socket)) as connection:
             try:
                 connection.request("GET", "/health")
@@ -115,10 +132,10 @@ class VllmServe:
         details = answer["usage"]["prompt_tokens_details"] or {}
         return Completion(answer["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
 
-    def post(self, path: str) -> dict[str, Any]:
-        """Sends a request that has no body; returns the answer."""
+    def post(self, path: str, body: Mapping[str, object] | None = None) -> dict[str, Any]:
+        """Sends a request; returns the answer."""
         with closing(_Connection(self._socket)) as connection:
-            connection.request("POST", path)
+            connection.request("POST", path, json.dumps(body) if body else None, _JSON)
             with connection.getresponse() as response:
                 answer = response.read()
                 assert response.status == http.client.OK, answer
@@ -153,7 +170,7 @@ class VllmServe:
             "stream": is_stream,
         }
         with closing(_Connection(self._socket)) as connection:
-            connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+            connection.request("POST", "/v1/completions", json.dumps(body), _JSON)
             with connection.getresponse() as response:
                 assert response.status == http.client.OK, response.read()
                 yield response
@@ -166,6 +183,13 @@ class VllmServe:
         """Kills all its processes."""
         os.killpg(self.process.pid, signal.SIGKILL)
         self.process.end()
+
+    def end(self) -> None:
+        """Kills what is left of it."""
+        try:
+            self.kill()
+        except ProcessLookupError:
+            self.process.end()
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[list[int]]:
@@ -195,7 +219,7 @@ class Serving:
         """Starts one; returns before it is ready. See `VllmServe`."""
         self._num_started += 1
         started = VllmServe(self.folder, f"v{self._num_started}", *options, kvpool=kvpool)
-        self._stack.callback(_end, started)
+        self._stack.callback(started.end)
         return started
 
     def tokens_of_vllm_alone(self, requests: Sequence[Request], *options: str) -> list[list[int]]:
@@ -212,10 +236,3 @@ def serving(model: Mapping[str, object] = LLAMA) -> Iterator[Serving]:
     """Yields what starts `vllm serve`; ends all that it started."""
     with ExitStack() as stack:
         yield Serving(stack, model)
-
-
-def _end(started: VllmServe) -> None:
-    try:
-        started.kill()
-    except ProcessLookupError:
-        started.process.end()

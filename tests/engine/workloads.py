@@ -71,14 +71,14 @@ def _tokens(draw: _Draw, count: int) -> list[int]:
     return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
 
-def _families(draw: _Draw, prefixes: Sequence[int], requests: int, longest_tail: int) -> list[list[int]]:
+def families(draw: _Draw, prefixes: Sequence[int], requests: int, longest_tail: int) -> list[list[int]]:
     """Prompts that begin with one of a few prefixes of the given lengths."""
     beginnings = [_tokens(draw, length) for length in prefixes]
     return [draw.choice(beginnings) + _tokens(draw, draw.randint(1, longest_tail)) for _ in range(requests)]
 
 
 def _shared_prefixes(draw: _Draw) -> Workload:
-    prompts = _families(draw, (40, 96, 100, 200, 256), 100, 120)
+    prompts = families(draw, (40, 96, 100, 200, 256), 100, 120)
     return Workload([Request(each, draw.randint(1, 40), arrives=number // 3) for number, each in enumerate(prompts)])
 
 
@@ -114,7 +114,7 @@ def _salts(draw: _Draw) -> Workload:
 
 def _copies(draw: _Draw) -> Workload:
     """Three answers to each prompt; drawn with a seed, as vLLM gives greedily only one."""
-    prompts = _families(draw, (70, 128), 16, 60)
+    prompts = families(draw, (70, 128), 16, 60)
     return Workload(
         [
             Request(each, 12, copies=3, temperature=0.8, seed=number, arrives=number)
@@ -138,14 +138,14 @@ def _prompt_logprobs(draw: _Draw) -> Workload:
 def _batch_sizes(draw: _Draw) -> Workload:
     """1, 2, 4, ..., 64 requests at once."""
     sizes = [1 << power for power in range(7)]
-    prompts = _families(draw, (48, 64), sum(sizes), 32)
+    prompts = families(draw, (48, 64), sum(sizes), 32)
     arrivals = [25 * number for number, size in enumerate(sizes) for _ in range(size)]
     return Workload([Request(each, 8, arrives=step) for each, step in zip(prompts, arrivals, strict=True)])
 
 
 def _aborts(draw: _Draw) -> Workload:
     """Half of the requests are aborted: while they wait, in their prefill, in a decode, or after their end."""
-    prompts = _families(draw, (64, 130), 40, 150)
+    prompts = families(draw, (64, 130), 40, 150)
     requests = [Request(each, 24, arrives=number // 2) for number, each in enumerate(prompts)]
     return Workload(
         [
@@ -157,7 +157,7 @@ def _aborts(draw: _Draw) -> Workload:
 
 def _reset(draw: _Draw) -> Workload:
     """A reset when nothing runs, one that is refused as requests run, and one that preempts them."""
-    prompts = _families(draw, (64, 100), 8, 60)
+    prompts = families(draw, (64, 100), 8, 60)
     return Workload(
         [Request(each, 30, arrives=start + number) for start in (0, 10, 80) for number, each in enumerate(prompts)],
         {0: False, 12: False, 25: True, 88: True},
@@ -166,7 +166,7 @@ def _reset(draw: _Draw) -> Workload:
 
 def _long_prompts(draw: _Draw) -> Workload:
     """Prompts of many chunks, beside short ones, where an engine computes few tokens per step."""
-    prompts = _families(draw, (33, 160, 224), 24, 200)
+    prompts = families(draw, (33, 160, 224), 24, 200)
     short = [_tokens(draw, draw.randint(1, 30)) for _ in range(24)]
     both = [each for pair in zip(prompts, short, strict=True) for each in pair]
     return Workload([Request(each, 12, arrives=2 * number) for number, each in enumerate(both)])
@@ -174,7 +174,7 @@ def _long_prompts(draw: _Draw) -> Workload:
 
 def _crowded(draw: _Draw) -> Workload:
     """More than a small pool has room for; all grow until requests are preempted."""
-    prompts = _families(draw, (32, 64, 96), 60, 60)
+    prompts = families(draw, (32, 64, 96), 60, 60)
     return Workload([Request(each, draw.randint(20, 120), arrives=number) for number, each in enumerate(prompts)])
 
 

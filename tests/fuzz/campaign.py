@@ -29,7 +29,6 @@ CHECK_EVERY: Final = 500
 """Inputs between two integrity checks, each with a comparison of the whole visible state."""
 _OPEN_CALLS: Final = 8
 _KEPT_INPUTS: Final = 30
-_MAY_WAIT: Final = ("ResumeSession", "WaitUntilReady")
 _ROUNDS: Final = 8
 """Turns of the event loop after which a waiting call has done its work."""
 
@@ -173,7 +172,7 @@ class Campaign:
         self.report.inputs[method.key, kind.value] += 1
         if call:
             await self._say(call, data)
-        elif method.answers_stream or method.name in _MAY_WAIT:
+        elif method.answers_stream or method.name == "WaitUntilReady":
             await self._watch(method, data)
         else:
             await self._call(method, data)

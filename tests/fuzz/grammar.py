@@ -39,7 +39,6 @@ class Grammar(RequestGrammar):
                 pool_name=self._name(), timeout_seconds=rng.choice((0.0, 0.0, 0.001, 3600.0))
             ),
             "AllocatorService.OpenSession": self._open_session,
-            "AllocatorService.ResumeSession": self._resume_session,
             "AllocatorService.KeepAlive": lambda: allocator_pb2.KeepAliveRequest(session_id=self._session_id()),
             "AllocatorService.CloseSession": self._close_session,
             "AllocatorService.GetComputedBlocks": self.get_computed_blocks,
@@ -87,15 +86,8 @@ class Grammar(RequestGrammar):
             "AdminService.Undrain": self._undrain,
             "AdminService.RemovePool": self._remove_pool,
             "AdminService.HandOver": admin_pb2.HandOverRequest,
-            "AdminService.RemoveShard": lambda: admin_pb2.RemoveShardRequest(shard=rng.choice(("", "other"))),
-            "DirectoryService.Locate": lambda: directory_pb2.LocateRequest(pool_name=self._name()),
-            "DirectoryService.Place": lambda: directory_pb2.PlaceRequest(
-                pool_name=self._name(), zone=rng.choice(("", "z1", "no zone"))
-            ),
-            "DirectoryService.Watch": lambda: directory_pb2.DirectoryServiceWatchRequest(
-                shard=rng.choice(("", "other"))
-            ),
-            "DirectoryService.ListShards": directory_pb2.ListShardsRequest,
+            "DirectoryService.GetShard": directory_pb2.GetShardRequest,
+            "DirectoryService.Watch": directory_pb2.DirectoryServiceWatchRequest,
         }
 
     def write(self, key: str) -> Message | None:
@@ -110,7 +102,7 @@ class Grammar(RequestGrammar):
 
     def _session_id(self) -> str:
         found = self.session()
-        return found[1].current_id if found else "none"
+        return found[1].session_id if found else "none"
 
     def _number(self) -> int:
         found = self.session()
@@ -142,14 +134,6 @@ class Grammar(RequestGrammar):
             memory_id=memories[0] if memories else self.rng.choice(("", "a", "b")),
             weights_version=self.rng.choice(_WEIGHTS_VERSIONS),
         )
-
-    def _resume_session(self) -> Message | None:
-        found = self.session()
-        if found is None:
-            return None
-        known = max(found[1].sequence - self.rng.choice((0, 0, 1, 20)), 0)
-        key = self.rng.choice(("", "again", str(self.rng.random())))
-        return allocator_pb2.ResumeSessionRequest(session_id=found[1].current_id, sequence=known, resume_key=key)
 
     def _close_session(self) -> Message:
         return allocator_pb2.CloseSessionRequest(session_id=self._session_id())

@@ -88,7 +88,7 @@ class RequestGrammar:
         waiting = [request for request in session.requests.values() if not request.holds_blocks]
         request = self.rng.choice(waiting) if waiting and self.rng.random() < 0.5 else None
         return allocator_pb2.GetComputedBlocksRequest(
-            session_id=session.current_id,
+            session_id=session.session_id,
             sequence=session.sequence + 1,
             request=self._update(pool, session, request),
             uncounted=self.rng.random() < 0.3,
@@ -104,7 +104,7 @@ class RequestGrammar:
         request = self._request(session)
         update = self._update(pool, session, request)
         message = allocator_pb2.AllocateSlotsRequest(
-            session_id=session.current_id,
+            session_id=session.session_id,
             sequence=session.sequence + 1,
             request=update,
             num_lookahead_tokens=self.rng.choice((0, 0, 0, 3)),
@@ -130,7 +130,7 @@ class RequestGrammar:
             return None
         pool, session, request = found
         return allocator_pb2.CacheBlocksRequest(
-            session_id=session.current_id,
+            session_id=session.session_id,
             sequence=session.sequence + 1,
             request=self._update(pool, session, request),
             num_computed_tokens=request.num_computed_tokens,
@@ -143,7 +143,7 @@ class RequestGrammar:
             return None
         pool, session, request = found
         return allocator_pb2.FreeRequest(
-            session_id=session.current_id,
+            session_id=session.session_id,
             sequence=session.sequence + 1,
             request=self._update(pool, session, request),
             preempted=self.rng.random() < 0.4,
@@ -156,7 +156,7 @@ class RequestGrammar:
             return None
         pool, session = found
         return allocator_pb2.EvictBlocksRequest(
-            session_id=session.current_id, sequence=session.sequence + 1, block_ids=self._any_blocks(pool)
+            session_id=session.session_id, sequence=session.sequence + 1, block_ids=self._any_blocks(pool)
         )
 
     def reset_prefix_cache(self) -> allocator_pb2.ResetPrefixCacheRequest | None:
@@ -164,7 +164,7 @@ class RequestGrammar:
         found = self.session()
         if found is None:
             return None
-        return allocator_pb2.ResetPrefixCacheRequest(session_id=found[1].current_id, sequence=found[1].sequence + 1)
+        return allocator_pb2.ResetPrefixCacheRequest(session_id=found[1].session_id, sequence=found[1].sequence + 1)
 
     def get_common_prefix_blocks(self) -> allocator_pb2.GetCommonPrefixBlocksRequest | None:
         """Counts the common prefix blocks of requests."""
@@ -173,7 +173,7 @@ class RequestGrammar:
             return None
         pool, session, request = found
         return allocator_pb2.GetCommonPrefixBlocksRequest(
-            session_id=session.current_id,
+            session_id=session.session_id,
             sequence=session.sequence + 1,
             request=self._update(pool, session, request),
         )
@@ -184,17 +184,17 @@ class RequestGrammar:
         if found is None:
             return None
         executed = max(found[1].sequence - self.rng.choice((0, 0, 1, 3)), 0)
-        return allocator_pb2.MarkExecutedRequest(session_id=found[1].current_id, executed_sequence=executed)
+        return allocator_pb2.MarkExecutedRequest(session_id=found[1].session_id, executed_sequence=executed)
 
     def step(self, session_id: str = "") -> step_pb2.Step | None:
         """The next step of a session, or of any session if it does not exist."""
-        found = next((pair for pair in self.served.state.sessions if pair[1].current_id == session_id), None)
+        found = next((pair for pair in self.served.state.sessions if pair[1].session_id == session_id), None)
         found = found or self.session()
         return self._step(*found) if found else None
 
     def _step(self, pool: KVCacheManager, session: Session) -> step_pb2.Step:
         step = step_pb2.Step(
-            session_id=session.current_id,
+            session_id=session.session_id,
             sequence=session.sequence + 1,
             executed_sequence=max(session.sequence - self.rng.choice((0, 1, 4, 1000)), 0),
             launched_sequence=max(session.sequence - self.rng.choice((0, 1, 1000, 1000)), 0),
@@ -292,6 +292,8 @@ class RequestGrammar:
         step.request_numbers.append(row.number)
         step.declares.append(row.declares)
         step.num_appended_tokens.append(row.appended)
+        num_tokens = row.appended + (row.request.num_tokens if row.request else 0)
+        step.num_prompt_tokens.append(self.rng.randint(0, num_tokens) if self.rng.random() < 0.1 else 0)
         step.num_new_tokens.append(row.new)
         step.num_taken_tokens.append(row.taken)
         step.num_rejected_tokens.append(row.rejected)

@@ -17,7 +17,6 @@ from google.rpc import error_details_pb2, status_pb2
 
 from fuzz.contract import Method
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.config import ServerConfig
 from kvpool.server.guard.statuses import abort_with
 from kvpool.server.services.admin_service import AdminService
@@ -191,8 +190,8 @@ class Served:
         self._fences = asyncio.create_task(self.parts.ranks.send_fences())
         self._services = {
             "AllocatorService": AllocatorService(self.parts),
-            "AdminService": AdminService(self.parts, None, DirectoryCache()),
-            "DirectoryService": DirectoryService(self.parts, None, DirectoryCache(), None, ("unix:/fuzz",)),
+            "AdminService": AdminService(self.parts, None),
+            "DirectoryService": DirectoryService(self.parts, None, ("unix:/fuzz",)),
             "EventService": EventService(self.parts),
             "WorkerService": WorkerService(self.parts),
         }

@@ -20,7 +20,6 @@ from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.errors import KvpoolError
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.gpu_worker.rank_protocol import RankProtocol
-from kvpool.gpu_worker.route import Route
 from kvpool.lending.fence import Fence
 from kvpool.v1 import step_pb2, worker_pb2
 from kvpool.wire.errors import ServerError
@@ -114,7 +113,7 @@ def test_a_rank_handles_the_messages_of_a_hostile_server() -> None:
     rng = Random(4)
     written = [registered(), planned(1, 20), ready(1, 20), degraded(2, 0, 1), planned(2, 9), ready(2, 9)]
     written.append(worker_pb2.JoinResponse(fence=worker_pb2.Fence(fence_sequence=1, epoch=1, live_session_numbers=[1])))
-    rank, now_seconds, num_handled = RankProtocol(registration(), Route(("h:1",)), Fence(), draw=rng.random), 0.0, 0
+    rank, now_seconds, num_handled = RankProtocol(registration(), ("h:1",), Fence(), draw=rng.random), 0.0, 0
     for _ in range(20_000):
         now_seconds += rng.choice((0.0, 0.01, 1.0))
         message = worker_pb2.JoinResponse()
@@ -136,5 +135,5 @@ def test_a_rank_handles_the_messages_of_a_hostile_server() -> None:
                 num_handled += 1
         rank.tick(now_seconds)
         if rank.is_over:
-            rank = RankProtocol(registration(), Route(("h:1",)), Fence(), draw=rng.random)
+            rank = RankProtocol(registration(), ("h:1",), Fence(), draw=rng.random)
     assert num_handled > 1000

@@ -175,7 +175,7 @@ def test_the_whole_server_requires_a_token_for_all_pools(house: House, method: s
 
 def test_lists_show_the_pools_of_the_token(house: House) -> None:
     with AdminClient(house.address, token=secret_of("admin-b")) as admin:
-        assert (admin.overview().pools, list(admin.sessions())) == ((), [])
+        assert [*admin.overview().pools, *admin.sessions()] == []
     with AdminClient(house.address, token=secret_of("admin-all")) as admin:
         assert [pool.config.name for pool in admin.overview().pools] == ["a-pool"]
         assert len(list(admin.sessions())) == 1
@@ -361,16 +361,17 @@ def test_a_session_keeps_its_owner_and_salt_after_the_server_is_killed(tmp_path:
     write_tokens(tokens, entries)
     settings = {"auth": {"tokens": str(tokens)}, "journal": {"folder": str(folder)}}
     server = ServerProcess(f"unix:{tmp_path / 's'}", **settings)
-    with connect(server.addresses[0], token=secret_of("mine")) as client:
+    address = server.addresses[0]
+    with connect(address, token=secret_of("mine")) as client:
         client.create_pool(pool_config())
-        session = client.open_session("m", lease_seconds=600)
-        assert session.admit(session.request("r", token_ids=range(8)))
-        server.restart()
-    resume = "kvpool.v1.AllocatorService/ResumeSession"
-    request = request_of(resume, "", session.session_id)
-    assert refusal(server.addresses[0], resume, request, secret_of("other")).reason == "SESSION"
-    told = call(server.addresses[0], resume, request, secret_of("mine"))
-    assert told.config.hash_scheme.none_hash == session.config.hash_scheme.none_hash
+    method = "kvpool.v1.AllocatorService/OpenSession"
+    request = allocator_pb2.OpenSessionRequest(pool_name="m", lease_seconds=600, open_key="k")
+    opened = call(address, method, request, secret_of("mine"))
+    server.restart()
+    renewal = "kvpool.v1.AllocatorService/KeepAlive"
+    renewed = request_of(renewal, "", opened.session.session_id)
+    assert refusal(address, renewal, renewed, secret_of("other")).reason == "SESSION"
+    assert call(address, method, request, secret_of("mine")) == opened, "with the none_hash for its salt"
     server.stop_cleanly()
 
 

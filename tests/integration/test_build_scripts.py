@@ -4,6 +4,7 @@ import hashlib
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,21 @@ def test_the_lists_are_made_of_the_locks(tmp_path: Path) -> None:
 def test_an_image_has_all_files_that_its_wheel_is_built_from(dockerfile: str) -> None:
     (copied,) = re.findall(r"^COPY (pyproject\.toml .*) \./$", (ROOT / dockerfile).read_text(), re.MULTILINE)
     assert set(copied.split()) == {"pyproject.toml", "hatch_build.py", "README.md", "LICENSE"}
+
+
+def test_the_installation_of_vllm_shows_its_progress(tmp_path: Path) -> None:
+    python = program(tmp_path / "python", 'echo "$@"; cat >/dev/null')
+    script = ROOT / "deploy" / "vllm" / "install-cpu.sh"
+    done = subprocess.run([script, python, "a.lock"], capture_output=True, text=True, check=True, input="")
+    assert "--requirement a.lock" in done.stdout
+    assert "--quiet" not in done.stdout
+
+
+@pytest.mark.parametrize(("cuda", "extras"), [("13.0", "vllm,cuda"), (None, "vllm")])
+def test_an_image_of_vllm_lends_memory_on_a_gpu_if_its_torch_is_for_one(
+    cuda: str | None, extras: str, tmp_path: Path
+) -> None:
+    (code,) = re.findall(r"extras=\$\(python3 -c '(.*)'\)", (ROOT / "deploy/vllm/Dockerfile").read_text())
+    (tmp_path / "torch.py").write_text(f"class version: cuda = {cuda!r}")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{extras}\n"

@@ -141,15 +141,6 @@ async def cancel_close(scene: Scene, count: int) -> bool:
     return cancelled
 
 
-async def cancel_resume(scene: Scene, count: int) -> bool:
-    session, request = await scene.open()
-    await session.admit(request)
-    cancelled = await was_cancelled(scene.client.resume_session(session.session_id), count)
-    after = await scene.client.resume_session(session.session_id, sequence=1)
-    await scene.end(after, after.adopt(after.held_requests[0], PROMPT), steps=2)
-    return cancelled
-
-
 async def cancel_open(scene: Scene, count: int) -> bool:
     cancelled = await was_cancelled(scene.client.open_session(scene.name, lease_seconds=0.5), count)
     async with asyncio.timeout(DEADLINE_SECONDS):  # a session that it may have left ends with its lease
@@ -160,7 +151,7 @@ async def cancel_open(scene: Scene, count: int) -> bool:
 
 @pytest.mark.parametrize(
     "attempt",
-    [cancel_step, cancel_settle, cancel_mark_executed, cancel_pool, cancel_close, cancel_resume, cancel_open],
+    [cancel_step, cancel_settle, cancel_mark_executed, cancel_pool, cancel_close, cancel_open],
     ids=lambda attempt: attempt.__name__,
 )
 async def test_cancelled_at_any_await(

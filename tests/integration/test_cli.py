@@ -1,27 +1,19 @@
 """The commands serve, replay and demo, with real processes, sockets and signals."""
 
 import json
-import multiprocessing
 import os
 import re
 import subprocess
 from collections.abc import Iterator
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvpool.client import connect
-from kvpool.core.specs.pool_config import ReuseOrder
-from kvpool.replay.play import PoolOptions, replay_shares
-from kvpool.replay.processes import Reporter
-from kvpool.replay.scheduler import SchedulerOptions
-from kvpool.replay.workload import TraceShare, Workload
 from support import processes
 from support.paths import ROOT
-from support.server import CommandLineServer, pool_config, running_server
-from support.waiting import wait_until
+from support.server import CommandLineServer, pool_config
 
 TRACES = Path(os.environ.get("KVPOOL_TRACES", ROOT.parent / "shared" / "traces"))
 
@@ -146,17 +138,15 @@ def test_replay_hits_equal_a_plain_count(trace: Path) -> None:
     assert result["hit_rate"] == result["hit_tokens"] / result["input_tokens"]
 
 
-@pytest.mark.slow
-def test_replay_against_a_running_server_with_schedulers(trace: Path, server: CommandLineServer) -> None:
+def test_replay_against_a_running_server(trace: Path, server: CommandLineServer) -> None:
     address = server.addresses[1]
-    arguments = ("replay", str(trace), "--num-blocks", "60", "--block-size", "128", "--address", address, "--json")
-    result = last_json(run(*arguments, "--sessions", "2"))
-    assert (result["requests"], result["output_tokens"], result["sessions"]) == (40, 800, 2)
+    arguments = ("replay", str(trace), "--num-blocks", "60", "--block-size", "128", "--address", address)
+    result = last_json(run(*arguments, "--json"))
+    assert (result["requests"], result["output_tokens"]) == (40, 0)
     with connect(address) as client:
         assert client.get_pool("replay").free_blocks == 59
-    table = run(*arguments[:-1])
-    assert "hit rate" in table.stdout
-    differing = run("replay", str(trace), "--num-blocks", "61", "--block-size", "128", "--address", address)
+    assert "hit rate" in run(*arguments).stdout
+    differing = run(*arguments, "--num-blocks", "61")
     assert (differing.returncode, "POOL_DIFFERS" in differing.stderr) == (1, True)
 
 
@@ -169,54 +159,6 @@ def test_a_bad_trace_plays_nothing(trace: Path, server: CommandLineServer) -> No
     assert "Traceback" not in done.stderr
     with connect(address) as client, pytest.raises(Exception, match="no pool"):
         client.get_pool("replay")
-
-
-def test_an_unreachable_server_is_reported_on_one_line(trace: Path, tmp_path: Path) -> None:
-    done = run(
-        "replay",
-        str(trace),
-        "--num-blocks",
-        "60",
-        "--block-size",
-        "512",
-        "--address",
-        f"unix:{tmp_path}/nobody",
-        "--deadline-seconds",
-        "1",
-    )
-    assert (done.returncode, "UNAVAILABLE" in done.stderr, "Traceback" in done.stderr) == (1, True, False)
-
-
-@pytest.mark.slow
-def test_a_killed_scheduler_is_freed_after_its_lease_and_the_other_continues(tmp_path: Path) -> None:
-    path = tmp_path / "long.jsonl"
-    entry = {"timestamp": 0, "input_length": 1000, "output_length": 200, "hash_ids": [1, 2]}
-    path.write_text("\n".join(json.dumps({**entry, "hash_ids": [i, 9000 + i]}) for i in range(200)))
-    pool = PoolOptions("replay", 700, 16, 2000, ReuseOrder.UNCACHED_FIRST)
-    killed: list[BaseProcess] = []
-    complaints: list[str] = []
-    with running_server() as address, connect(address) as client:
-
-        def kill_the_first(_: int) -> None:
-            if killed:
-                return
-            (first,) = (child for child in multiprocessing.active_children() if child.name == "kvpool-scheduler-0")
-            wait_until(lambda: client.get_pool("replay").sessions == 2 and client.get_pool("replay").usage >= 0.5)
-            first.kill()
-            killed.append(first)
-
-        options = SchedulerOptions(address, "replay", lease_seconds=3.0)
-        shares: list[Workload] = [TraceShare(path, None, index, 2) for index in range(2)]
-        result = replay_shares(pool, shares, options, Reporter(kill_the_first, complaints.append))
-        assert killed
-        assert complaints == ["scheduler 0 ended with signal SIGKILL"]
-        assert result.failed_sessions == 1
-        survivor = result.by_session[1]
-        assert survivor is not None
-        assert (survivor.requests, survivor.output_tokens) == (100, 100 * 200)
-        # It may have held no blocks when it was killed.
-        wait_until(lambda: client.get_pool("replay").sessions == 0, "the killed one's lease ends")
-        wait_until(lambda: client.get_pool("replay").free_blocks == 699, "the quarantine of its blocks ends")
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from kvpool.client import (
     ExtraKeys,
     FullAttentionSpec,
     KVCacheGroup,
+    MambaSpec,
     PoolConfig,
     PoolName,
     Session,
@@ -104,35 +105,35 @@ def test_a_pool_is_explained_as_the_page_shows(tokens: Path) -> None:
 @pytest.mark.usefixtures("sessions")
 def test_a_pool_is_explained_as_json() -> None:
     found = answer("--pool", "llama")
-    (group,) = found["groups"]
+    (group,) = found["pool"]["groups"]
     assert [(miss["reason"], miss["lookups"], miss["tokens"]) for miss in group["misses"]] == [
-        ("unseen", 2, 2080),
-        ("evicted", 1, 192),
-        ("other_scope", 1, 384),
+        ("MISS_REASON_UNSEEN", "2", "2080"),
+        ("MISS_REASON_EVICTED", "1", "192"),
+        ("MISS_REASON_OTHER_SCOPE", "1", "384"),
     ]
-    assert (found["lookups"], found["missed_tokens"]) == (5, 2656)
-    assert [(scope["weights_version"], scope["sessions"]) for scope in found["scopes"]] == [("", 1), ("v2", 1)]
-    assert [(each["client_name"], each["blocks"]) for each in found["unexecuted"]] == [("a", 13), ("b", 25)]
-    assert any("mark_executed" in hint or "blocks more" in hint for hint in found["hints"])
-    assert "none_hash" not in json.dumps(found)
+    misses = found["misses"]
+    assert [(scope["weights_version"], scope["sessions"]) for scope in misses["scopes"]] == [("", 1), ("v2", 1)]
+    assert [(each["client_name"], each["blocks"]) for each in misses["unexecuted"]] == [("a", 13), ("b", 25)]
+    assert found["pool"]["config"]["hash_scheme"]["none_hash"] == misses["hash_scheme"]["none_hash"] == ""
 
 
 def test_a_prompt_is_explained_and_other_keys_are_tried(sessions: tuple[Session, Session], tokens: Path) -> None:
     a, b = sessions
     pool = ("--pool", "llama", "--tokens", str(tokens))
     found = answer(*pool, "--session", str(b.session_number))
-    assert (found["hit_tokens"], found["longest_hit_tokens"], found["miss"]["reason"]) == (400, 448, "unseen")
-    assert found["groups"][0]["missing_block"] == 25
+    end = found["end"]
+    assert (end["hit_tokens"], end["miss"]["num_tokens"], end["miss"]["reason"]) == (400, 48, "MISS_REASON_UNSEEN")
+    assert end["groups"][0]["missing_block"] == 25
     cache(a, list(range(300)), "lora", "adapter")
     tokens.write_text(json.dumps(list(range(300))))
     with_lora = answer(*pool, "--lora-name", "adapter")
-    assert (with_lora["hit_tokens"], with_lora["miss"], with_lora["others"]) == (288, None, [])
+    assert (with_lora["end"]["hit_tokens"], "miss" in with_lora["end"], with_lora["others"]) == (288, False, [])
     assert a.admit(a.request("running", [7], extra_keys=ExtraKeys(lora_name="adapter")))
     without = answer(*pool)
-    assert (without["hit_tokens"], without["others"]) == (0, [{"with": "with LoRA adapter", "hit_tokens": 288}])
+    assert (without["end"]["hit_tokens"], without["others"]) == (0, [{"with": "with LoRA adapter", "hit_tokens": 288}])
     as_b = answer(*pool, "--session", str(b.session_number), "--lora-name", "adapter")
-    (group,) = as_b["groups"]
-    assert (as_b["miss"]["reason"], group["weights_versions"]) == ("other_scope", [""])
+    (group,) = as_b["end"]["groups"]
+    assert (as_b["end"]["miss"]["reason"], group["weights_versions"]) == ("MISS_REASON_OTHER_SCOPE", [""])
     assert as_b["others"] == [{"with": f"as session {a.session_number}", "hit_tokens": 288}]
 
 
@@ -146,19 +147,39 @@ def test_explaining_changes_and_counts_nothing(
         assert (client.get_pool("llama"), list(admin.blocks("llama")), list(admin.requests("llama"))) == before
 
 
-def test_a_pool_with_windows_names_what_limits_its_hits(client: Client, tokens: Path) -> None:
+def test_a_prompt_in_a_pool_with_windows_names_the_group_that_ends_its_hit(client: Client, tokens: Path) -> None:
     window = KVCacheGroup(SlidingWindowSpec(64, sliding_window=128))
     client.create_pool(PoolConfig(PoolName("mixed"), 1000, 4096, (FULL, window), retention_tokens=1024))
     with client.open_session("mixed") as session:
         cache(session, list(range(700)), "long")
         cache(session, list(range(300)), "short")
-        text = output_of("--pool", "mixed")
-        assert "group 1 (sliding_window) covers 64 tokens. Prompts of up to 64 tokens never hit." in text
-        assert "windows are kept at multiples of retention_tokens (1,024) and at the end of prompts only" in text
         tokens.write_text(json.dumps(list(range(600))))
         found = answer("--pool", "mixed", "--tokens", str(tokens))
-        assert (found["hit_tokens"], found["miss"]) == (256, {"group_id": 1, "reason": "not_kept"})
-        assert [(group["num_tokens"], group["max_tokens"]) for group in found["groups"]] == [(592, 592), (256, 576)]
+        end = found["end"]
+        miss = {"group_id": 1, "reason": "MISS_REASON_NOT_KEPT", "num_tokens": 320}
+        assert (end["hit_tokens"], end["miss"]) == (256, miss)
+        assert [(group["num_tokens"], group["max_tokens"]) for group in end["groups"]] == [(592, 592), (256, 576)]
+
+
+@pytest.mark.parametrize("spec", [SlidingWindowSpec(16, sliding_window=128), MambaSpec(16)])
+def test_a_prompt_that_leaves_a_cached_one_before_what_is_kept_says_so(
+    client: Client, tokens: Path, spec: SlidingWindowSpec | MambaSpec
+) -> None:
+    """It equals a cached prompt up to its last multiple of the larger blocks, at which its window or state is kept."""
+    groups = (KVCacheGroup(FullAttentionSpec(32)), KVCacheGroup(spec))
+    client.create_pool(PoolConfig(PoolName("sparse"), 1000, 4096, groups, retention_tokens=256))
+    with client.open_session("sparse") as session:
+        cache(session, list(range(200)), "short")
+        cache(session, list(range(1000, 1450)), "long")
+        for first, count, leaves, hit, kept in (
+            (0, 200, 190, 0, "none is kept up to there"),
+            (1000, 450, 447, 256, "the last one that is kept ends at 256"),
+        ):
+            equal = leaves // 32 * 32
+            tokens.write_text(json.dumps([*range(first, first + leaves), *range(count)]))
+            text = output_of("--pool", "sparse", "--tokens", str(tokens))
+            assert f"a hit of {hit} tokens" in text
+            assert f"the prompt equals a cached prefix up to {equal} tokens; of its windows or states {kept}" in text
 
 
 def test_wrong_input_is_refused_by_name(client: Client, tokens: Path, tmp_path: Path) -> None:
@@ -175,7 +196,6 @@ def test_wrong_input_is_refused_by_name(client: Client, tokens: Path, tmp_path: 
     tokens.write_text("[1]")
     assert "session" in refused("--pool", "llama", "--tokens", str(tokens), "--session", "99").stderr
     assert "NOT_CACHING" in refused("--pool", "plain", "--tokens", str(tokens)).stderr
-    assert "does not cache" in output_of("--pool", "plain")
 
 
 def test_a_server_that_cannot_be_reached_is_one_line() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from support.command import Done, kvpool
 from support.paths import DOCS, MODEL_CONFIGS
+from support.plans import MEMORY_BYTES, read_recorded
 
 
 def run(*arguments: object) -> Done:
@@ -16,7 +17,11 @@ def run(*arguments: object) -> Done:
 
 
 def plan(config: str, *arguments: object) -> dict[str, Any]:
-    done = run(MODEL_CONFIGS / f"{config}.json", *arguments, "--json")
+    return plan_of(MODEL_CONFIGS / f"{config}.json", *arguments)
+
+
+def plan_of(config: Path, *arguments: object) -> dict[str, Any]:
+    done = run(config, *arguments, "--json")
     assert done.returncode == 0, done.stderr + done.stdout
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer
@@ -163,6 +168,34 @@ def test_tables_and_json_agree() -> None:
     assert "note: attention block size" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        "DeepseekV4ForCausalLM of Flash on a rank of 8",
+        "DeepseekV4ForCausalLM of Pro",
+        "Gemma4ForCausalLM of 26B-A4B on a rank of 2",
+        "Gemma4ForCausalLM of E2B",
+    ],
+)
+def test_a_plan_is_that_of_vllm(case: str, tmp_path: Path) -> None:
+    row = read_recorded()[case]
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(row["config"]))
+    options = ("--tp", row["ranks"], "--backend", row["backend"])
+    step = ("--max-num-batched-tokens", row["max_in_flight_tokens"])
+    answer = plan_of(config, "--memory", f"{MEMORY_BYTES}B", *options, *step)
+    groups = sorted([len(group["layer_names"]), group["spec"]["block_size"]] for group in answer["groups"])
+    assert (answer["num_blocks"], groups) == (row["num_blocks"], row["groups"])
+    assert round(answer["max_concurrency"], 2) == row["concurrency"]
+
+
+def test_vectors_of_many_tokens_count_in_bytes_per_token(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(read_recorded()["DeepseekV4ForCausalLM of Flash"]["config"]))
+    answer = plan_of(config, "--memory", "80GiB")
+    assert answer["kv_bytes_per_token"] == 21 * (584 + 132) // 4 + 20 * 584 // 128
+
+
 def test_smaller_elements_make_more_blocks() -> None:
     plain = plan("llama-3.1-8b", "--memory", "40GiB")
     assert plan("llama-3.1-8b", "--memory", "40GiB", "--kv-dtype", "fp8")["num_blocks"] == 2 * plain["num_blocks"]
@@ -284,7 +317,7 @@ def test_errors_name_the_key_of_the_config(change: dict[str, Any], field: str, t
         (["--memory", "80GiB", "--layers", "x.json", "--like", "x"], "--layers and --like exclude each other"),
         (
             ["--memory", "80GiB", "--like", "Llama"],
-            "--like: 'Llama' is not known. 143 architectures are known, such as LlamaForCausalLM",
+            "--like: 'Llama' is not known. 146 architectures are known, such as LlamaForCausalLM",
         ),
         ([], "--memory"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.client import connect
-from kvpool.core.ranks.messages import PoolState
+from kvpool.v1.pool_pb2 import PoolState
 from support.command import kvpool
 from support.paths import MODEL_CONFIGS
 from support.server import running_server
@@ -43,7 +43,7 @@ def test_ranks_form_a_pool_that_serves_and_leave_it(server: str, workers: Worker
         assert line.endswith(f'rank ready pool=m rank={number} epoch=1 blocks=100 bytes="{size}" device=cpu\n')
     with connect(server) as client:
         info = client.get_pool("m")
-        assert (info.state, info.epoch, info.config.num_blocks) == (PoolState.READY, 1, 100)
+        assert (info.state, info.epoch, info.config.num_blocks) == (PoolState.POOL_STATE_READY, 1, 100)
         assert [rank.pid for rank in info.ranks] == [rank.pid for rank in ranks]
         assert {(rank.device, rank.allocated_bytes) for rank in info.ranks} == {("cpu", 100 * BLOCK_BYTES)}
         session = client.open_session("m")
@@ -52,7 +52,7 @@ def test_ranks_form_a_pool_that_serves_and_leave_it(server: str, workers: Worker
         assert ranks[0].end() == 0
         assert ranks[0].lines[-1].endswith(" rank left pool=m rank=0\n")
         ranks[1].wait_for("epoch passed pool=m rank=1 epoch=1")
-        assert client.get_pool("m").state is PoolState.DEGRADED
+        assert client.get_pool("m").state == PoolState.POOL_STATE_DEGRADED
     for rank in ranks:
         assert sum("ready" in line for line in rank.lines) == 1, "said once"
 
@@ -143,7 +143,10 @@ def test_bad_input_is_refused_with_one_line(
 
 def test_a_model_is_needed() -> None:
     code, line = refused("worker", "--pool", "m", "--rank", 0)
-    assert (code, line) == (2, "Error: give --model CONFIG.json, or --layers FILE")
+    assert (code, line) == (
+        2,
+        "Error: give --lend unix:PATH for the memory of engines, --model CONFIG.json, or --layers FILE",
+    )
 
 
 def test_a_worker_with_another_protocol_version_is_refused(server: str, arguments: list[object]) -> None:

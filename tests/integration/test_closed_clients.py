@@ -58,7 +58,6 @@ def test_a_closed_client_refuses_every_call(address: str, pool_name: str) -> Non
         lambda: client.get_pool(pool_name),
         lambda: client.wait_until_ready(pool_name, timeout_seconds=0),
         lambda: client.open_session(pool_name),
-        lambda: client.resume_session(session.session_id),
         lambda: client.watch(pool_name),
         lambda: next(watch),
     ):

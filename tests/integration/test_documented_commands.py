@@ -31,7 +31,7 @@ BASH: Final = shutil.which("bash") or "bash"
 SECURE: Final = tuple(block.text for block in blocks(DOCS / "how-to" / "secure.md") if block.language == "sh")
 """The commands that create certificates and tokens."""
 
-PORTS: Final = (50051, 50052, 50060, 50061, 2379, 2380, 9464, 9465, 5557, 5657)
+PORTS: Final = (50051, 50052, 50060, 50061, 2379, 2380, 9464, 9465)
 READY: Final = (
     (r"for pool in .*kvpool serve", r"server listening.*server listening"),
     (r"kvpool serve", r"server listening"),
@@ -102,7 +102,6 @@ PAGES: Final = (
     Page(DOCS / "how-to" / "status-page.md"),
     Page(DOCS / "how-to" / "secure.md", {"kvpool-server:": "localhost:"}, before=SECURE),
     Page(DOCS / "how-to" / "trace.md"),
-    Page(DOCS / "how-to" / "block-events.md"),
     Page(DOCS / "how-to" / "share-memory.md", {r"python -m examples": f"PYTHONPATH={ROOT} python -m examples"}),
     Page(
         DOCS / "how-to" / "plan-and-replay.md",
@@ -149,6 +148,8 @@ class Reader:
         self._environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "KVPOOL_SERVE_LISTEN": f"127.0.0.1:{ports[50051]}",
+            "KVPOOL_SERVE_NO_JOURNAL": "",
+            "XDG_STATE_HOME": f"{folder}/state",
             "KVPOOL_WORKER_DEVICE": "cpu",
             "KVPOOL_WORKER_MEMORY": "64MiB",
         }

@@ -12,8 +12,8 @@ import pytest
 from kvpool.client import Client, Session, connect
 from kvpool.client.admin import AdminClient
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
-from kvpool.core.ranks.messages import PoolState
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc
+from kvpool.v1.pool_pb2 import PoolState
 from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.server import ServerProcess, pool_config
@@ -47,7 +47,7 @@ def works(session: Session, request_id: str) -> bool:
 
 def wait_until_draining(client: Client) -> None:
     """Waits until the server has accepted the stop and refuses sessions."""
-    wait_until(lambda: client.get_pool("m").state is PoolState.DRAINING, "the server drains")
+    wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_DRAINING, "the server drains")
     with pytest.raises(UnavailableError, match="about to stop"):
         client.open_session("m")
 

@@ -10,7 +10,7 @@ import pytest
 from kvpool.client import AbortedError, Client, Session, aio
 from kvpool.client.admin import AdminClient
 from support.server import running_server
-from support.waiting import DEADLINE_SECONDS
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -82,3 +82,15 @@ async def test_an_asyncio_session_whose_client_was_closed_keeps_no_task(address:
     await asyncio.wait([keeper], timeout=DEADLINE_SECONDS)
     assert keeper.done()
     assert keeper.cancelled() or keeper.exception() is None
+
+
+@pytest.mark.parametrize("has_stream", [False, True])
+def test_a_client_learns_that_its_session_has_ended_long_before_its_lease_is_over(
+    address: str, client: Client, pool: str, *, has_stream: bool
+) -> None:
+    session = client.open_session(pool, lease_seconds=25 * DEADLINE_SECONDS)
+    if has_stream:
+        step(session)
+    with AdminClient(address) as admin:
+        admin.evict_session(pool, session.session_number)
+    wait_until(lambda: session.has_ended)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,48 @@ import grpc
 import pytest
 
 from kvpool.client import WatchKind, aio
+from kvpool.client.aio import AsyncClient, AsyncSession
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.events import BlockStored
 from kvpool.core.sessions.session import Session
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
-from kvpool.server.limits.streams import ChunkTurns
+from kvpool.server.app import Server
+from kvpool.server.config import ServerConfig
 from kvpool.server.services.sessions import Sessions
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc
-from support.publisher import Site
+from support.server import pool_config
 from support.waiting import DEADLINE_SECONDS, until
 
 WATCH = event_pb2.WatchRequest(pool_name="m", snapshot=True)
+
+
+class Site:
+    """A server in this process, and a session that keeps its pool busy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder / 's'}"
+        self._chance = random.Random(7)  # noqa: S311 - a workload
+        self._count = 0
+
+    async def start(self) -> None:
+        self.server = Server(ServerConfig(addresses=(self.address,)))
+        await self.server.start()
+        self.client: AsyncClient = aio.connect(self.address)
+        await self.client.create_pool(pool_config("m", 200, enable_events=True))
+        self.session: AsyncSession = await self.client.open_session("m")
+
+    async def stop(self) -> None:
+        await self.client.close()
+        await self.server.stop()
+
+    async def work(self, count: int) -> None:
+        """Admits and frees `count` requests: they share prefixes, use up all blocks, and evict hashes."""
+        for _ in range(count):
+            self._count += 1
+            tokens = [self._chance.randrange(2)] * 20 + [self._count] * 100
+            request = self.session.request(f"r{self._count}", tokens)
+            assert await self.session.admit(request) is not None
+            await self.session.free(request)
 
 
 @pytest.fixture
@@ -47,31 +79,6 @@ class LoopCounter:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-
-
-async def test_one_waiter_continues_per_turn_in_order_of_arrival() -> None:
-    turns, loop, went = ChunkTurns(), LoopCounter(), list[tuple[int, int]]()
-
-    async def work(number: int) -> None:
-        for _ in range(5):
-            await turns.next()
-            went.append((loop.now, number))
-
-    await asyncio.gather(*(work(number) for number in range(4)))
-    await loop.stop()
-    assert max(Counter(turn for turn, _ in went).values()) == 1
-    assert [number for _, number in went] == [0, 1, 2, 3] * 5
-
-
-async def test_a_cancelled_waiter_delays_no_other() -> None:
-    turns = ChunkTurns()
-    waiting = [asyncio.create_task(turns.next()) for _ in range(3)]
-    await asyncio.sleep(0)
-    waiting[0].cancel()
-    waiting[1].cancel()
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        await waiting[2]
-        await turns.next()
 
 
 async def test_snapshots_have_the_turns_of_one_session(

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import grpc
@@ -12,6 +11,9 @@ import pytest
 from kvpool.client import BlockHasher, HitChanged, PoolInfo, Request, Session, connect
 from kvpool.client.transports import messages
 from kvpool.client.transports.transport import SessionOptions
+from kvpool.replay.result import Counts
+from kvpool.replay.scheduler import Scheduler as Player
+from kvpool.replay.workload import ChatShare
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from support.command import kvpool
 from support.scrape import scrape
@@ -161,7 +163,7 @@ def test_a_request_that_waits_counts_once_in_every_figure(kind: str) -> None:
     assert exported["kvpool_prefix_cache_queried_tokens_total", of_pool] == QUERIES
     assert exported["kvpool_prefix_cache_hit_tokens_total", of_pool] == HITS
     assert exported["kvpool_prefix_cache_recent_hit_ratio", of_pool] == HITS / QUERIES
-    assert [pool["recent_hit_ratio"] for pool in listed] == [HITS / QUERIES]
+    assert [pool["recent_hit_rate"] for pool in listed] == [HITS / QUERIES]
 
 
 def test_a_look_up_without_an_allocation_does_not_count() -> None:
@@ -184,22 +186,22 @@ def test_blocks_of_another_session_count_as_shared() -> None:
         assert client.get_pool(POOL).prefix_cache.shared_hits_tokens == len(SHARED)
 
 
-def test_a_replay_and_its_pool_count_the_same(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.jsonl"
-    entries = [
-        {"timestamp": 0, "input_length": 1024, "output_length": 900, "hash_ids": [0, number]} for number in range(1, 6)
-    ]
-    trace.write_text("\n".join(map(json.dumps, entries)))
-    options = ("--sessions", 2, "--max-num-batched-tokens", 2048, "--pool", POOL, "--json")
+def test_schedulers_and_their_pool_count_the_same() -> None:
     with running_server() as address, connect(address) as client:
         client.create_pool(replace(pool_config(POOL, num_blocks=800), max_model_len=2048))
-        done = kvpool("replay", trace, "--address", address, *options)
-        result = json.loads(done.stdout.splitlines()[-1])
+        with client.open_session(POOL) as first, client.open_session(POOL) as second:
+            chats = [ChatShare(1, index, num_conversations=4, num_turns=2) for index in range(2)]
+            players = [Player(session, share) for session, share in zip((first, second), chats, strict=True)]
+            while playing := [player for player in players if not player.is_done]:
+                for player in playing:
+                    player.play_round()
         info = client.get_pool(POOL)
-    cache = info.prefix_cache
-    assert result["preemptions"] > 0
+    total, cache = Counts(), info.prefix_cache
+    for player in players:
+        total.add(player.counts)
+    assert total.preemptions > 0
     assert cache.preempted_requests > 0
-    assert (result["requests"], cache.requests) == (5, 5)
-    assert (result["input_tokens"], result["hit_tokens"]) == (cache.queries_tokens, cache.hits_tokens)
-    assert result["hit_rate"] == info.recent_hit_rate > 0
-    assert result["readmitted_hit_tokens"] == cache.preempted_hits_tokens
+    assert total.requests == cache.requests == 16
+    assert (total.input_tokens, total.hit_tokens) == (cache.queries_tokens, cache.hits_tokens)
+    assert total.hit_rate == info.recent_hit_rate > 0
+    assert total.readmitted_hit_tokens == cache.preempted_hits_tokens

@@ -15,8 +15,9 @@ from click.testing import CliRunner
 from kvpool.cli.pools import pools
 from kvpool.client import NotFoundError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.core.ranks.messages import HeldTensors, PoolState
+from kvpool.core.ranks.messages import HeldTensors
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
+from kvpool.v1.pool_pb2 import PoolState
 from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.core import block_hashes
@@ -176,7 +177,7 @@ def test_a_recovered_drain_can_be_undone_before_the_ranks_join(journaled: Journa
             admin.undrain("m")
         rank = WireRank(journaled.address).register(registration(0))
         rank.wait_for("registered")
-        assert [pool.state for pool in admin.overview().pools] == [PoolState.FORMING], "not drained"
+        assert [pool.state for pool in admin.overview().pools] == [PoolState.POOL_STATE_FORMING], "not drained"
         rank.cut()
 
 
@@ -451,7 +452,7 @@ def test_real_workers_keep_their_tensors_while_a_server_restarts(tmp_path: Path)
         ranks = workers.form(address, 2)
         server.restart()
         with connect(address) as client:
-            assert client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS).state is PoolState.READY
+            assert client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS).state == PoolState.POOL_STATE_READY
             assert client.get_pool("m").epoch == 1
         for rank in ranks:
             assert not [line for line in rank.lines if "epoch passed" in line]

@@ -10,7 +10,7 @@ from kvpool.client import Client, NotFoundError, PoolState, WrongStateError, con
 from kvpool.client.admin import AdminClient
 from kvpool.lending.lender_client import LenderClient, connect_lender
 from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, declared_with, engine, lender_process
-from support.server import running_server
+from support.server import pool_config, running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
 from support.workers import ready
 
@@ -281,11 +281,11 @@ def test_a_killed_lender_continues_with_its_memory_in_the_same_epoch(
         epoch = client.get_pool("m").epoch
         lender.kill()
         lender.end()
-        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "the rank is lost")
+        wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_DEGRADED, "the rank is lost")
         restarted = LenderProcess(server, lender.folder)
         try:
             restarted.wait_for(ready(epoch))
-            wait_until(lambda: client.get_pool("m").state is PoolState.READY, "the rank is back")
+            wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_READY, "the rank is back")
             assert first("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
             assert first("check", "b", [*PROMPT, 9]) == 0
             with engine(server, lender.address) as second:
@@ -365,6 +365,21 @@ def test_memory_that_nobody_maps_is_replaced(server: str, lender: LenderProcess,
         assert client.get_pool("m").config.num_blocks == 16
         assert client.get_pool("m").cached_blocks == 0
     assert [path.stat().st_size for path in lender.folder.rglob("memory-*")] == [16 * BLOCK_BYTES]
+
+
+@pytest.mark.parametrize("is_declared", [True, False], ids=["declared", "lent"])
+def test_a_lender_says_at_its_start_if_engines_with_memory_of_their_own_have_its_pool(
+    server: str, client: Client, *, is_declared: bool
+) -> None:
+    if is_declared:
+        client.create_pool(pool_config("m"))
+    else:
+        with lender_process(server) as lender, engine(server, lender.address):
+            lender.wait_for(f'rank ready .*bytes="{NUM_BLOCKS * BLOCK_BYTES / 2**10:.1f} KiB"')
+    with lender_process(server) as lender:
+        (*before, _) = lender.lines
+        assert len(before) == is_declared
+        assert all("pool cannot be lent" in line and "kvpool remove-pool" in line for line in before)
 
 
 @pytest.mark.slow

@@ -104,6 +104,20 @@ def test_an_engine_of_another_pool_is_refused(lender: LenderProcess) -> None:
     assert (caught.value.reason, caught.value.field) == ("OTHER_POOL", "pool_name")
 
 
+@pytest.mark.usefixtures("memory")
+def test_offers_state_the_weights_of_the_newest_engine_that_was_not_refused(lender: LenderProcess) -> None:
+    offered = []
+    for declared, weights_bytes in ((DECLARED, 5), (DECLARED, 0), (declared_with(2), 9)):
+        engine = connect_lender(lender.address, "m")
+        with contextlib.suppress(WrongStateError):
+            engine.map(declared, DEADLINE_SECONDS, weights_bytes=weights_bytes)
+        engine.close()
+        newest = connect_lender(lender.address, "m")
+        offered.append(newest.offer.weights_bytes)
+        newest.close()
+    assert offered == [5, 5, 5]
+
+
 def test_the_server_names_the_processes_that_map_the_memory(memory: LentMemory, client: Client) -> None:
     assert memory.buffer.numel()
 
@@ -187,7 +201,10 @@ def test_a_process_that_inherits_a_connection_is_refused(
     assert client.get_pool("m") == before
 
 
-def test_a_connection_ends_with_the_process_that_introduced_itself(lender: LenderProcess, memory: LentMemory) -> None:
+@pytest.mark.usefixtures("memory")
+def test_a_connection_ends_with_the_process_that_introduced_itself(
+    lender: LenderProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     mine, its = socket.socketpair()
 
     def introduce_and_exit() -> None:
@@ -199,12 +216,12 @@ def test_a_connection_ends_with_the_process_that_introduced_itself(lender: Lende
     with socket.socket(fileno=number) as inherited:
         inherited.settimeout(DEADLINE_SECONDS)
         assert inherited.recv(4096) == b""
-    assert memory.lender.is_connected
+    assert "lender lost" not in caplog.messages
 
 
 @pytest.mark.parametrize("wrong_epochs", [0, 1], ids=["answers", "refusals"])
 def test_a_process_that_does_not_read_is_disconnected(
-    lender: LenderProcess, memory: LentMemory, wrong_epochs: int
+    lender: LenderProcess, memory: LentMemory, caplog: pytest.LogCaptureFixture, wrong_epochs: int
 ) -> None:
     name = f"deaf-{wrong_epochs}"
     bind = lending_pb2.Bind(epoch=memory.epoch + wrong_epochs, session_number=1000)
@@ -212,7 +229,7 @@ def test_a_process_that_does_not_read_is_disconnected(
         connection.sendall(encode_message(lending_pb2.LendRequest(bind=bind)) * 100_000)
     lender.wait_for(f"engine does not read .*client={name} .*pid={os.getpid()}")
     with introduced(lender.address):
-        assert memory.lender.is_connected
+        assert "lender lost" not in caplog.messages
     later = lender.log.partition(f"client={name}")[2]
     assert "lending refused" not in later  # what it had sent before is dropped
 
@@ -244,6 +261,7 @@ def refusal(data: bytes) -> str:
     return from_status(status_pb2.Status.FromString(response.refused)).reason
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
@@ -259,7 +277,7 @@ def refusal(data: bytes) -> str:
     ],
 )
 def test_garbage_is_refused_and_ends_the_connection_only(
-    lender: LenderProcess, memory: LentMemory, data: bytes, reason: str
+    lender: LenderProcess, caplog: pytest.LogCaptureFixture, data: bytes, reason: str
 ) -> None:
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(DEADLINE_SECONDS)
@@ -267,7 +285,7 @@ def test_garbage_is_refused_and_ends_the_connection_only(
         connection.sendall(data)
         assert refusal(connection.recv(4096)) == reason
         assert connection.recv(4096) == b""
-    assert memory.lender.is_connected
+    assert "lender lost" not in caplog.messages
     with mapped(lender.address, DECLARED) as second:
         assert second.num_blocks == NUM_BLOCKS
 

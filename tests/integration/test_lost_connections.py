@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Final
@@ -95,7 +95,9 @@ class Network:
                 answers = await converse(proxy.address, name)
         info = self._direct.get_pool(name)
         self.retries += info.activity.retries
-        return Told(answers, replace(info, config=pool_config(), activity=replace(info.activity, retries=0))), proxy
+        info.ClearField("config")
+        info.activity.retries = 0
+        return Told(answers, info), proxy
 
     async def run_all(self, fault: Fault, expected: Told, link: Link, *, stride: int, sync: bool = False) -> int:
         """Applies the fault at every `stride`th byte in each direction. Returns the number of conversations."""

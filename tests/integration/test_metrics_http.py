@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import errno
+import gzip
+import http.client
 import json
 import logging
 import os
@@ -10,14 +12,15 @@ import select
 import socket
 import struct
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry, GCCollector, Metric
+from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvpool.client import connect
@@ -28,6 +31,7 @@ from kvpool.server.journal.config import JournalConfig
 from kvpool.server.metrics import server_metrics
 from kvpool.server.metrics.server_metrics import LoopCollector
 from kvpool.wire import http_server, metrics_pages
+from kvpool.wire.acceptor import bound_listeners
 from kvpool.wire.http_server import HttpServer
 from kvpool.wire.metrics_pages import MetricsPages, Readiness
 from support.open_files import no_free_files
@@ -37,9 +41,11 @@ from support.waiting import DEADLINE_SECONDS, wait_until
 
 @contextlib.contextmanager
 def metrics_of(
-    collector: Collector, readiness: Callable[[], Readiness] = lambda: Readiness(is_ready=True)
+    collector: Collector,
+    readiness: Callable[[], Readiness] = lambda: Readiness(is_ready=True),
+    host: str = "127.0.0.1",
 ) -> Iterator[int]:
-    server = HttpServer("127.0.0.1", 0, MetricsPages(collector, readiness).handlers)
+    server = HttpServer(host, 0, MetricsPages(collector, readiness).handlers)
     try:
         yield server.port
     finally:
@@ -50,7 +56,7 @@ def test_aborted_connections_are_logged_as_json_only(tmp_path: Path) -> None:
     port = free_port()
     options = ("--metrics-listen", f"127.0.0.1:{port}", "--log-format", "json")
     server = CommandLineServer(f"unix:{tmp_path / 's'}", options=options)
-    for said in (b"GET /metrics HT", b"garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"):
+    for said in (b"GET /metrics HT", b"garbage\r\n\r\n", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"):
         with socket.create_connection(("127.0.0.1", port)) as peer:
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close with a reset
             peer.sendall(said)
@@ -104,7 +110,7 @@ def threads_and_descriptors(process_id: int) -> tuple[int, int]:
     return len(list((process / "task").iterdir())), len(list((process / "fd").iterdir()))
 
 
-@pytest.mark.parametrize("said", [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n"])
+@pytest.mark.parametrize("said", [b"", b"GET /metrics HT", b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"])
 def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) -> None:
     port = free_port()
     with ServerProcess("127.0.0.1:0", metrics={"address": f"127.0.0.1:{port}"}) as server:
@@ -123,7 +129,7 @@ def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) ->
         assert fetch(port, "/metrics")[0] == 200
 
 
-REQUEST = b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"
+REQUEST = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 def connected(stack: contextlib.ExitStack, port: int, said: bytes) -> socket.socket:
@@ -215,20 +221,151 @@ def test_a_process_without_descriptors_answers() -> None:
         assert {peer.recv(100)[:15] for peer in peers} == {b"HTTP/1.1 200 OK"}
 
 
-def test_scrapes_above_the_budget_get_the_newest_page() -> None:
-    scrapes = []
+FORMATS = [
+    {"Accept": accept, "Accept-Encoding": encoding}
+    for accept in ("text/plain", "application/openmetrics-text")
+    for encoding in ("identity", "gzip")
+]
 
-    class Counted(Collector):
-        def collect(self) -> Iterator[Metric]:
-            scrapes.append(1)
-            yield from ()
 
-    with metrics_of(Counted()) as port:
-        started = time.monotonic()
-        assert {fetch(port, "/metrics")[0] for _ in range(100)} == {200}
-        seconds = time.monotonic() - started
-    at_most = metrics_pages.SCRAPES_PER_SECOND * (1 + seconds)
-    assert len(scrapes) <= at_most + 2, "one is the registration"
+class CountedScrapes(Collector):
+    """Metrics of which the newest value is the number of scrapes, while time passes as a test says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.now_seconds = 0, 0.0
+        monkeypatch.setattr(metrics_pages, "time", SimpleNamespace(monotonic=lambda: self.now_seconds))
+
+    def describe(self) -> Iterator[Metric]:
+        yield from ()
+
+    def collect(self) -> Iterator[Metric]:
+        self.count += 1
+        yield GaugeMetricFamily("scrapes", "", self.count)
+
+
+def answer_to(port: int, path: str, headers: dict[str, str]) -> tuple[int, bytes, str]:
+    """Status, content and encoding of the answer to a request with headers."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_SECONDS)) as peer:
+        peer.request("GET", path, headers=headers)
+        answer = peer.getresponse()
+        return answer.status, answer.read(), answer.headers.get("Content-Encoding", "")
+
+
+def scrape(port: int, headers: dict[str, str]) -> float:
+    """The number of the scrape in a page of a format."""
+    status, page, encoding = answer_to(port, "/metrics", headers)
+    assert status == 200
+    is_zipped = encoding == "gzip"
+    assert is_zipped == (headers["Accept-Encoding"] == "gzip")
+    text = (gzip.decompress(page) if is_zipped else page).decode()
+    return float(text.partition("\nscrapes ")[2].split()[0])
+
+
+def test_all_formats_share_one_budget_of_scrapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CountedScrapes(monkeypatch)
+    budget = int(metrics_pages.SCRAPES_PER_SECOND)
+    with metrics_of(counted) as port:
+        for _ in range(2 * budget):
+            for headers in FORMATS:
+                scrape(port, headers)
+        assert counted.count == len(FORMATS) + budget, "the first page of each format, and a second's budget"
+        for _ in range(10 * budget):
+            counted.now_seconds += 0.1
+            for headers in FORMATS:
+                scrape(port, headers)
+        assert counted.count <= len(FORMATS) + budget * (1 + budget) + len(FORMATS)
+
+
+def test_a_flood_in_one_format_leaves_the_pages_of_others_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = CountedScrapes(monkeypatch)
+    flooded, *others = FORMATS
+    with metrics_of(counted) as port:
+        for headers in FORMATS:
+            scrape(port, headers)
+        for _ in range(5):
+            counted.now_seconds += metrics_pages.MAX_AGE_SECONDS
+            before = counted.count
+            for _ in range(2 * int(metrics_pages.SCRAPES_PER_SECOND)):
+                scrape(port, flooded)
+            assert all(scrape(port, headers) > before for headers in others)
+
+
+OWN_HOSTS = [
+    "localhost",
+    "LOCALHOST:9464",
+    "localhost.:9464",
+    "kvpool.localhost",
+    "127.0.0.1",
+    "127.0.0.1:9464",
+    "[::1]:9464",
+    "10.0.0.1",
+    f"{socket.gethostname()}:9464",
+]
+OTHER_HOSTS = [
+    "attacker.example",
+    "attacker.example:9464",
+    "127.0.0.1.attacker.example",
+    "localhost.attacker.example",
+    "notlocalhost",
+    "localhost@attacker.example",
+    "2130706433",
+    "[::1",
+    "",
+]
+
+
+@pytest.mark.parametrize("host", OWN_HOSTS)
+def test_a_request_over_loopback_may_give_a_name_of_this_machine(host: str) -> None:
+    with metrics_of(CollectorRegistry()) as port:
+        assert answer_to(port, "/healthz", {"Host": host})[:2] == (200, b"ok\n")
+
+
+@pytest.mark.parametrize("host", OTHER_HOSTS)
+def test_another_host_is_refused_over_loopback_and_takes_no_scrape(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A web page can let a name of its own stand for 127.0.0.1, and reads what is served under it."""
+    counted, asked = CountedScrapes(monkeypatch), list[Readiness]()
+
+    def readiness() -> Readiness:
+        asked.append(Readiness(is_ready=True))
+        return asked[-1]
+
+    with metrics_of(counted, readiness) as port:
+        for path in ("/metrics", "/healthz", "/readyz", "/nothing"):
+            for _ in range(2 * int(metrics_pages.SCRAPES_PER_SECOND)):
+                status, page, _ = answer_to(port, path, {"Host": host})
+                assert (status, page.count(b"\n")) == (421, 1)
+        assert (counted.count, asked) == (0, [])
+        for _ in range(2 * int(metrics_pages.SCRAPES_PER_SECOND)):
+            scrape(port, FORMATS[0])
+        assert counted.count == 1 + metrics_pages.SCRAPES_PER_SECOND
+
+
+def test_no_page_of_a_server_answers_to_another_host() -> None:
+    port = free_port()
+    with ServerProcess("127.0.0.1:0", metrics={"address": f"127.0.0.1:{port}"}):
+        for path in ("/", "/status.js", "/api/v2/pools.json", "/api/v2/stream", "/metrics"):
+            assert answer_to(port, path, {"Host": "attacker.example"})[0] == 421
+
+
+def test_the_name_that_an_operator_listens_on_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "bound_listeners", lambda _, port: bound_listeners("127.0.0.1", port))
+    with metrics_of(CollectorRegistry(), host="KVpool.internal") as port:
+        assert answer_to(port, "/healthz", {"Host": "kvpool.internal:9464"})[0] == 200
+        assert answer_to(port, "/healthz", {"Host": "internal"})[0] == 421
+
+
+def test_any_host_is_served_to_other_machines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus and services of Kubernetes give the name that they know the server by."""
+    monkeypatch.setattr(http_server, "is_loopback_ip", lambda _: False)
+    with metrics_of(CollectorRegistry()) as port:
+        assert answer_to(port, "/healthz", {"Host": "kvpool.default.svc:9464"})[0] == 200
+
+
+def test_a_request_without_a_host_is_served() -> None:
+    with metrics_of(CollectorRegistry()) as port, socket.create_connection(("127.0.0.1", port)) as peer:
+        peer.settimeout(DEADLINE_SECONDS)
+        peer.sendall(b"GET /healthz HTTP/1.0\r\n\r\n")
+        assert b" 200 OK" in peer.recv(100)
 
 
 @pytest.mark.parametrize("accept", ["application/openmetrics-text;version=x", "a/b;q=x, \xff", "," * 9000])

@@ -53,16 +53,6 @@ def test_a_server_opens_no_session_for_another_version(client: Client, stub: Any
     assert client.get_pool("m").sessions == before
 
 
-def test_a_server_resumes_no_session_for_another_version(client: Client, stub: Any) -> None:
-    with client.open_session("m") as session:
-        with pytest.raises(grpc.RpcError) as caught:
-            stub.ResumeSession(
-                allocator_pb2.ResumeSessionRequest(session_id=session.session_id, protocol_version=OTHER)
-            )
-        check_refused(caught.value)
-        assert session.admit(session.request("r", PROMPT))  # still driven by this client
-
-
 def test_a_server_applies_no_step_of_another_version(client: Client, stub: Any) -> None:
     with client.open_session("m") as session:
         before = client.get_pool("m")
@@ -129,10 +119,6 @@ class OtherServer(allocator_pb2_grpc.AllocatorServiceServicer, event_pb2_grpc.Ev
             protocol_version=self.opening_version,
         )
 
-    def ResumeSession(self, request: Any, context: Any) -> allocator_pb2.ResumeSessionResponse:
-        assert request.protocol_version == PROTOCOL_VERSION
-        return allocator_pb2.ResumeSessionResponse(protocol_version=self.opening_version)
-
     def KeepAlive(self, request: Any, context: Any) -> allocator_pb2.KeepAliveResponse:
         return allocator_pb2.KeepAliveResponse(lease_seconds=60.0)
 
@@ -179,8 +165,6 @@ def test_a_client_refuses_a_server_of_another_version(other: tuple[OtherServer, 
         with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
             client.open_session("m")
         assert servicer.num_open == 0
-        with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
-            client.resume_session("s")
         for snapshot in (False, True):
             with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
                 next(client.watch("m", snapshot=snapshot))

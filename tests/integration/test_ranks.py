@@ -70,14 +70,14 @@ def test_a_pool_forms_and_is_ready(address: str, client: Client) -> None:
     assert (told.heartbeat_seconds, told.heartbeat_timeout_seconds, told.grace_seconds) == (0.2, 60.0, 60.0)
     first.wait_for("status", lambda m: list(m.status.absent_ranks) == [1])
     pool = client.get_pool("m")
-    assert (pool.state, pool.config.num_blocks, len(pool.ranks)) == (PoolState.FORMING, 0, 2)
+    assert (pool.state, pool.config.num_blocks, len(pool.ranks)) == (PoolState.POOL_STATE_FORMING, 0, 2)
     assert (pool.ranks[0].state, pool.ranks[0].device, pool.ranks[0].host, pool.ranks[0].pid) == (
-        RankState.REGISTERED,
+        RankState.RANK_STATE_REGISTERED,
         "cpu",
         "here",
         17,
     )
-    assert pool.ranks[1].state is RankState.ABSENT
+    assert pool.ranks[1].state == RankState.RANK_STATE_ABSENT
     second = WireRank(address).register(registration(1, blocks=90))
     first.allocate()
     second.allocate(80)
@@ -85,7 +85,7 @@ def test_a_pool_forms_and_is_ready(address: str, client: Client) -> None:
         ready = rank.wait_for("ready").ready
         assert (ready.epoch, ready.num_blocks, ready.max_model_len) == (1, 80, 1024)
     pool = client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
-    assert (pool.state, pool.config.num_blocks, pool.epoch) == (PoolState.READY, 80, 1)
+    assert (pool.state, pool.config.num_blocks, pool.epoch) == (PoolState.POOL_STATE_READY, 80, 1)
     assert [rank.num_blocks for rank in pool.ranks] == [90, 80]
     with client.open_session("m") as session:
         request = session.request("r", list(range(100)))
@@ -102,7 +102,7 @@ def test_waiting_for_a_pool_returns_when_ready_or_reports_its_state(address: str
     with pytest.raises(InvalidArgumentError, match="timeout_seconds"):
         client.wait_until_ready("m", timeout_seconds=-1)
     client.create_pool(pool_config("declared"))
-    assert client.wait_until_ready("declared", timeout_seconds=0).state is PoolState.READY
+    assert client.wait_until_ready("declared", timeout_seconds=0).state == PoolState.POOL_STATE_READY
 
 
 async def test_asyncio_waits_too(address: str) -> None:
@@ -110,7 +110,9 @@ async def test_asyncio_waits_too(address: str) -> None:
         with pytest.raises(NotFoundError):
             await client.wait_until_ready("m", timeout_seconds=0.05)
         await client.create_pool(pool_config("m"))
-        assert (await client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)).state is PoolState.READY
+        assert (
+            await client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
+        ).state == PoolState.POOL_STATE_READY
 
 
 def test_a_pool_is_waited_for_over_a_server_that_starts_and_restarts(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_a_pool_is_waited_for_over_a_server_that_starts_and_restarts(tmp_path: P
         server = ServerProcess(address, fresh, grace_seconds=1.0)
         with connect(fresh) as other:
             other.create_pool(pool_config("m"))
-        assert waiting.result().state is PoolState.READY
+        assert waiting.result().state == PoolState.POOL_STATE_READY
         server.stop()
 
 
@@ -140,7 +142,7 @@ async def test_asyncio_waits_for_the_server_too(tmp_path: Path) -> None:
         server = await asyncio.to_thread(ServerProcess, address, fresh, grace_seconds=1.0)
         async with aio.connect(fresh) as other:
             await other.create_pool(pool_config("m"))
-        assert (await waiting).state is PoolState.READY
+        assert (await waiting).state == PoolState.POOL_STATE_READY
         await asyncio.to_thread(server.stop)
 
 
@@ -154,7 +156,7 @@ def test_schedulers_cannot_use_or_create_a_forming_pool(address: str, client: Cl
     )
     with pytest.raises(WrongStateError, match="1 of 2 ranks"):
         client.create_pool(pool_config("m"))
-    assert client.get_pool("m").state is PoolState.FORMING
+    assert client.get_pool("m").state == PoolState.POOL_STATE_FORMING
 
 
 def test_ranks_cannot_join_a_pool_that_a_scheduler_created(address: str, client: Client) -> None:
@@ -171,7 +173,7 @@ def test_while_a_rank_is_lost_nothing_is_allocated_and_nothing_is_lost(address: 
         assert session.admit(request)
         before = client.get_pool("m")
         ranks[1].cut()
-        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+        wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_DEGRADED, "degraded")
         ranks[0].wait_for("status", lambda m: list(m.status.absent_ranks) == [1])
         with pytest.raises(UnavailableError) as caught:
             session.allocate_slots(request, 16)  # needs a block
@@ -183,7 +185,7 @@ def test_while_a_rank_is_lost_nothing_is_allocated_and_nothing_is_lost(address: 
         assert back.wait_for("ready").ready.epoch == 1
         session.settle()
         after = session.pool()
-        assert (after.epoch, after.free_blocks, after.state) == (1, before.free_blocks - 1, PoolState.READY)
+        assert (after.epoch, after.free_blocks, after.state) == (1, before.free_blocks - 1, PoolState.POOL_STATE_READY)
         assert after.cached_blocks == before.cached_blocks > 0
         request.append([1, 2, 3])
         assert session.allocate_slots(request, 3)
@@ -194,7 +196,7 @@ def test_a_step_waits_for_a_rank_that_comes_back_within_its_deadline(address: st
     with connect(address, deadline_seconds=DEADLINE_SECONDS) as client, client.open_session("m") as session:
         request = session.request("r", list(range(100)))
         ranks[1].cut()
-        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+        wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_DEGRADED, "degraded")
         back = WireRank(address)
         back.register(registration(1, held=HeldTensors(1, 100)))
         assert session.admit(request)
@@ -211,7 +213,7 @@ def test_a_lost_answer_is_repeated_even_while_a_rank_is_lost(address: str, clien
         )
         answer = stub.AllocateSlots(asked)
         ranks[1].cut()
-        wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+        wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_DEGRADED, "degraded")
         assert stub.AllocateSlots(asked) == answer
         more = allocator_pb2.RequestUpdate(request_id="r", num_appended_tokens=1)
         asked = allocator_pb2.AllocateSlotsRequest(
@@ -237,7 +239,7 @@ def test_blocks_of_one_epoch_are_refused_in_the_next(address: str, client: Clien
     promised = session.get_computed_blocks(session.request("again", list(range(100))))
     assert promised.num_tokens == 96
     ranks[1].cut()
-    wait_until(lambda: client.get_pool("m").state is PoolState.DEGRADED, "degraded")
+    wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_DEGRADED, "degraded")
     successor = WireRank(address).register(
         registration(1, boot_id="successor", options=replace(OPTIONS, enable_events=True))
     )
@@ -269,7 +271,7 @@ def test_a_silent_rank_is_given_up_and_its_stream_ends() -> None:
     with running_server(rank_timing=IMPATIENT) as address, connect(address, deadline_seconds=5.0) as client:
         ranks = form(address, 1)
         session = client.open_session("m")
-        wait_until(lambda: client.get_pool("m").ranks[0].state is RankState.SILENT, "silent")
+        wait_until(lambda: client.get_pool("m").ranks[0].state == RankState.RANK_STATE_SILENT, "silent")
         error = ranks[0].wait_ended()
         assert (type(error), error.reason) == (AbortedError, "RANK_GIVEN_UP")
         wait_until(lambda: client.get_pool("m").epoch == 2, "a new epoch")
@@ -295,7 +297,7 @@ def test_a_rank_that_leaves_is_not_waited_for(address: str, client: Client) -> N
     ranks[1].say(leave=worker_pb2.Leave())
     assert ranks[1].wait_ended().reason == "OK"
     pool = client.get_pool("m")
-    assert (pool.epoch, pool.ranks[1].state) == (2, RankState.ABSENT)
+    assert (pool.epoch, pool.ranks[1].state) == (2, RankState.RANK_STATE_ABSENT)
 
 
 def register(**changes: object) -> worker_pb2.Register:
@@ -396,8 +398,8 @@ def test_a_report_that_is_refused_ends_the_stream_alone(address: str, client: Cl
     ranks = [WireRank(address).register(registration(rank)) for rank in range(2)]
     ranks[0].allocate(1)
     assert ranks[0].wait_ended().field == "initialized.num_blocks"
-    wait_until(lambda: client.get_pool("m").ranks[0].state is RankState.ABSENT, "it is gone")
-    assert client.get_pool("m").ranks[1].state is RankState.REGISTERED
+    wait_until(lambda: client.get_pool("m").ranks[0].state == RankState.RANK_STATE_ABSENT, "it is gone")
+    assert client.get_pool("m").ranks[1].state == RankState.RANK_STATE_REGISTERED
 
 
 def test_all_ranks_get_the_error_of_a_failed_plan(address: str, client: Client) -> None:

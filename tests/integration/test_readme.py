@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+from typing import Any
 
 import pytest
 
@@ -22,12 +23,12 @@ def test_python_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     texts = [page.read_text() for page in PAGES]
     assert f"--listen {ADDRESS}" in texts[0]
     examples = [code for text in texts for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL)]
-    assert len(examples) == 5
+    assert len(examples) == 4
     path = ADDRESS.removeprefix("unix:")
     with socket.socket(socket.AF_UNIX) as probe:
         if probe.connect_ex(path) == 0:
             pytest.skip(f"another server listens on {ADDRESS}")
-    seen: list[dict[str, object]] = []
+    seen: list[dict[str, Any]] = []
     monkeypatch.setattr("builtins.input", lambda _: seen.extend(tutorial_pools()))
     with ServerProcess(ADDRESS) as server:
         for code in examples:
@@ -36,14 +37,15 @@ def test_python_examples(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     table = str([list(range(1, 64))])
     assert capsys.readouterr().out.splitlines() == [table, "992", table, "992", "[[[]]] {}", "[[1, 2, 3, 4, 5, 6, 7]]"]
     # While the tutorial waits for Enter, its two sessions hold 62 common blocks and one each.
-    assert [(pool["sessions"], pool["used_blocks"]) for pool in seen if pool["name"] == "tutorial"] == [(2, 64)]
+    (pool,) = (pool for pool in seen if pool["config"]["name"] == "tutorial")
+    assert (pool["sessions"], [group["used_blocks"] for group in pool["groups"]]) == (2, [64])
 
 
-def tutorial_pools() -> list[dict[str, object]]:
+def tutorial_pools() -> list[dict[str, Any]]:
     """What the command of the tutorial that lists pools prints."""
     (command,) = re.findall(r"\$ kvpool (pools .*)", PAGES[1].read_text())
     done = kvpool(*command.split(), "--json")
-    pools: list[dict[str, object]] = json.loads(done.stdout)["pools"]
+    pools: list[dict[str, Any]] = json.loads(done.stdout)["pools"]
     return pools
 
 

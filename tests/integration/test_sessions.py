@@ -1,13 +1,14 @@
-"""Opening, closing and resuming sessions: exactly once, and one process at a time."""
+"""Opening, closing and ending sessions: exactly once."""
 
-import queue
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
 import pytest
 
-from kvpool.client import AbortedError, Client, ExtraKeys, KvpoolError, aio, connect
+from kvpool.client import AbortedError, Client, KvpoolError, aio
+from kvpool.client.admin import AdminClient
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.server import pool_config, running_server
@@ -45,7 +46,7 @@ def calls_of_sessions(stub: allocator_pb2_grpc.AllocatorServiceStub) -> dict[str
             return next(stub.Schedule(iter([message]))) if method == "Schedule" else getattr(stub, method)(message)
 
         calls[method.name] = call
-    assert {"ResumeSession", "KeepAlive", "CloseSession", "MarkExecuted", "Schedule", "Free"} <= set(calls)
+    assert {"KeepAlive", "CloseSession", "MarkExecuted", "Schedule", "Free"} <= set(calls)
     return calls
 
 
@@ -115,89 +116,28 @@ def test_a_large_session_has_freed_everything_when_its_close_returns(
     other.close()
 
 
-def test_resuming_ends_the_former_stream_and_refuses_its_calls(
-    stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
-) -> None:
-    before_id = opened(stub, pool).session_id
-    outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
-    stream = stub.Schedule(iter(outgoing.get, None))
-    outgoing.put(step_pb2.Step(session_id=before_id, sequence=1))
-    assert next(stream).sequence == 1
-    request = allocator_pb2.ResumeSessionRequest(session_id=before_id, sequence=1, resume_key="k")
-    resumed = stub.ResumeSession(request)
-    outgoing.put(step_pb2.Step(sequence=2))  # may reach the server before the client sees the end of the stream
-    assert refusal(lambda: next(stream)).reason == "STREAM_SUPERSEDED"
-    outgoing.put(None)
-    info = client.get_pool(pool)
-    assert (info.activity.steps, resumed.sequence) == (1, 1)
-    for name, call in calls_of_sessions(stub).items():
-        if name != "ResumeSession":
-            error = refusal(lambda call=call: call(before_id))  # type: ignore[misc]
-            assert (type(error), error.reason) == (AbortedError, "SESSION_RESUMED"), name
-    assert client.get_pool(pool) == info
-    assert stub.ResumeSession(request) == resumed
-    assert allocate(stub, resumed.session.session_id, 2) == [1]
+def evict(address: str, pool: str) -> None:
+    with AdminClient(address) as admin:
+        (session,) = admin.sessions(pool)
+        admin.evict_session(pool, session.session_number)
 
 
-def test_a_resumption_returns_everything_held(stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str) -> None:
-    session_id = opened(stub, pool).session_id
-    allocate(stub, session_id, 1)
-    update = allocator_pb2.RequestUpdate(
-        request_id="s", request_number=7, num_appended_tokens=5, block_hashes=b"h" * 32, lora_name="l"
-    )
-    stub.GetComputedBlocks(allocator_pb2.GetComputedBlocksRequest(session_id=session_id, sequence=2, request=update))
-    stub.MarkExecuted(allocator_pb2.MarkExecutedRequest(session_id=session_id, executed_sequence=1))
-    told = stub.ResumeSession(allocator_pb2.ResumeSessionRequest(session_id=session_id))
-    first, second = told.requests
-    assert (told.sequence, told.executed_sequence, told.config.name) == (2, 1, pool)
-    assert (first.request_id, first.request_number, first.num_computed_tokens) == ("r", 0, 3)
-    assert [list(table.block_ids) for table in first.tables] == [[1]]
-    assert (second.request_number, second.num_tokens, second.num_computed_tokens) == (7, 5, 0)
-    assert (second.lora_name, second.last_block_hash) == ("l", b"h" * 32)
-
-
-def test_a_restarted_scheduler_continues(address: str, client: Client, pool: str) -> None:
-    session = client.open_session(pool)
-    keys = ExtraKeys(cache_salt="s")
-    request = session.request("r", PROMPT, extra_keys=keys)
-    session.admit(request, 20)
-    with connect(address) as other:
-        after = other.resume_session(session.session_id, sequence=session.sequence)
-        (held,) = after.held_requests
-        adopted = after.adopt(held, PROMPT, extra_keys=keys)
-        assert adopted.block_ids == request.block_ids
-        assert after.allocate_slots(adopted, 21) is not None
-        with pytest.raises(AbortedError):
-            session.allocate_slots(request, 21)
-        assert 30.0 < after.lease_left_seconds <= 60.0
-        assert session.lease_left_seconds == 0.0
-        after.close()
-    assert client.get_pool(pool).free_blocks == 99
-
-
-def test_the_end_of_a_session_is_detected_between_steps(client: Client, pool: str) -> None:
+def test_the_end_of_a_session_is_detected_between_steps(address: str, client: Client, pool: str) -> None:
     """The thread that renews the lease, which also checks the deadlines of steps, must survive it."""
     session = client.open_session(pool, lease_seconds=0.6)
     request = session.request("r", PROMPT)
     session.admit(request)
-    client.resume_session(session.session_id)
+    evict(address, pool)
     wait_until(lambda: not session.lease_left_seconds, "the renewal is reported")
     with pytest.raises(AbortedError):
         session.free(request)
 
 
 async def test_the_end_of_a_session_is_detected_between_steps_with_asyncio(address: str, pool: str) -> None:
-    async with aio.connect(address) as one, aio.connect(address) as other:
-        session = await one.open_session(pool)
+    async with aio.connect(address) as client:
+        session = await client.open_session(pool)
         await session.admit(session.request("r", PROMPT))
-        await session.admit(session.request("unknown", PROMPT))
-        after = await other.resume_session(session.session_id, sequence=session.sequence)
-        request = after.adopt(after.held_requests[0], [*PROMPT, 5, 6])
-        assert await after.allocate_slots(request, 2) is not None
-        await after.free_held(after.held_requests[1])
-        assert (after.session_number > session.session_number, after.lease_left_seconds > 30.0) == (True, True)
-        assert after.table_lease.session_number == after.session_number
+        await asyncio.to_thread(evict, address, pool)
         with pytest.raises(AbortedError):
             await session.mark_executed()
-        await after.close()
-        assert (await one.get_pool(pool)).free_blocks == 99
+        assert session.lease_left_seconds == 0.0

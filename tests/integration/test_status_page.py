@@ -13,17 +13,21 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvpool.client import Client, connect
+from kvpool.client import Client, ExhaustedError, connect
 from kvpool.client.admin import AdminClient
 from kvpool.client.session import Session
 from kvpool.server.http.collector import MAX_SESSIONS
 from kvpool.server.http.pages import MAX_VIEWERS, PARTS
+from kvpool.v1.pool_pb2 import PoolConfig
+from kvpool.wire.readable import message_json
 from support.lending import engine, lender_process
+from support.ranks import registration
 from support.server import free_port, pool_config, running_server
 from support.streams import server_sent_events
 from support.waiting import DEADLINE_SECONDS, wait_until
+from support.wire_ranks import WireRank
 
-FILES = ("/", "/status.css", "/status.js", "/figures.js", "/icon.svg", "/api/v1/openapi.json")
+FILES = ("/", "/status.css", "/status.js", "/figures.js", "/icon.svg", "/api/v2/openapi.json")
 SECRET = "a-secret-prompt"  # noqa: S105 - no password
 
 
@@ -42,7 +46,7 @@ class Page:
             return error.code, error.headers, error.read()
 
     def part(self, name: str) -> Any:
-        status, _, content = self.read(f"/api/v1/{name}.json")
+        status, _, content = self.read(f"/api/v2/{name}.json")
         assert status == 200, content
         return json.loads(content)
 
@@ -72,16 +76,22 @@ def client(served: tuple[str, int]) -> Iterator[Client]:
 
 
 def of_pool(entries: list[dict[str, Any]], pool: str) -> dict[str, Any]:
-    (found,) = (entry for entry in entries if entry["pool"] == pool)
+    (found,) = (entry for entry in entries if pool_of(entry) == pool)
     return found
+
+
+def pool_of(entry: dict[str, Any]) -> Any:
+    """The name of the pool that an entry is about."""
+    info = entry.get("info", {})
+    return entry.get("pool") or info.get("pool_name") or info["config"]["name"]
 
 
 def check_described(page: Page) -> dict[str, Any]:
     """Checks all parts against the description, which names each field and no other. Returns them."""
-    described = json.loads(page.read("/api/v1/openapi.json")[2])
+    described = json.loads(page.read("/api/v2/openapi.json")[2])
     parts = page.parts()
     for name, part in parts.items():
-        answer = described["paths"][f"/api/v1/{name}.json"]["get"]["responses"]["200"]
+        answer = described["paths"][f"/api/v2/{name}.json"]["get"]["responses"]["200"]
         schema = {**answer["content"]["application/json"]["schema"], "components": described["components"]}
         jsonschema.validate(part, schema, cls=jsonschema.Draft202012Validator)
     return parts
@@ -97,23 +107,27 @@ def worked(client: Client, pool: str, name: str = "scheduler") -> Session:
     session.mark_executed()
     session.free(freed)
     assert session.admit(session.request("pending", [9] * 20))
-    assert session.admit(session.request("large", [7] * 400)) is None
+    with pytest.raises(ExhaustedError, match="more blocks"):
+        session.admit(session.request("large", [7] * 400))
     return session
 
 
-def test_the_parts_match_their_description_and_the_state(client: Client, page: Page) -> None:
+def test_the_parts_match_their_description_and_the_state(client: Client, page: Page, served: tuple[str, int]) -> None:
     session = worked(client, "figures", "schéduler")
     parts = check_described(page)
     info, shown = client.get_pool("figures"), of_pool(parts["pools"]["pools"], "figures")
-    assert (shown["blocks"], shown["free_blocks"]) == (40, info.free_blocks)
-    assert (shown["used_blocks"], shown["free_cached_blocks"], shown["pending_blocks"]) == (15, 10, 5)
-    assert (shown["state"], shown["epoch"], shown["requests"]) == ("ready", info.epoch, info.requests)
+    info.config.CopyFrom(PoolConfig(name="figures", num_blocks=41, max_model_len=info.config.max_model_len))
+    assert shown["info"] == message_json(info)
+    assert (shown["is_lent"], shown["free_cached_blocks"], shown["pending_blocks"]) == (False, 10, 5)
     blocks = of_pool(parts["blocks"]["pools"], "figures")
     sums = {state: sum(blocks[state]) for state in ("in_use", "pending", "quarantined", "cached")}
     assert sums == {"in_use": 10, "pending": 5, "quarantined": 0, "cached": 10}
     held = of_pool(parts["sessions"]["sessions"], "figures")
-    assert (held["client"], held["held_blocks"], held["quarantine"]) == ("schéduler", [15], None)
-    assert (held["waiting_requests"], held["unexecuted_steps"]) == (1, session.sequence - 2)
+    assert held["quarantine"] is None
+    with AdminClient(served[0]) as admin:
+        (listed,) = admin.sessions("figures")
+    changing = {"age_seconds", "idle_seconds"}
+    assert {key for key, value in message_json(listed).items() if held["info"][key] != value} <= changing
     session.close()
 
 
@@ -126,7 +140,7 @@ def test_an_evicted_session_is_in_quarantine_and_among_the_events(
         admin.evict_session("evicted", number)
     parts = check_described(page)
     held = of_pool(parts["sessions"]["sessions"], "evicted")
-    assert held["session"] == number
+    assert held["info"]["session_number"] == str(number)
     assert 3000 < held["quarantine"]["ends_in_seconds"] <= 3600
     assert sum(of_pool(parts["blocks"]["pools"], "evicted")["quarantined"]) == 15
     events = {event["event"]: event for event in parts["events"]["events"] if event["fields"].get("pool") == "evicted"}
@@ -152,30 +166,54 @@ def test_ranks_that_lend_memory_are_shown_with_their_processes() -> None:
         engine(address, lender.address) as process,
     ):
         page = Page(port)
-        wait_until(lambda: [rank["num_processes"] for rank in page.part("ranks")["ranks"]] == [1])
-        (rank,) = check_described(page)["ranks"]["ranks"]
-        assert (rank["pool"], rank["rank"], rank["state"], rank["is_lender"]) == ("m", 0, "ready", True)
-        assert rank["allocated_bytes"] > 0
-        assert rank["processes"][0]["process_id"] == process.pid
+
+        def ranks() -> list[dict[str, Any]]:
+            return [rank for pool in page.part("pools")["pools"] for rank in pool["info"]["ranks"]]
+
+        wait_until(lambda: [len(rank["mapping_processes"]) for rank in ranks()] == [1])
+        (pool,) = check_described(page)["pools"]["pools"]
+        (rank,) = pool["info"]["ranks"]
+        assert (pool_of(pool), pool["is_lent"], rank["rank"], rank["state"]) == ("m", True, 0, "RANK_STATE_READY")
+        assert int(rank["allocated_bytes"]) > 0
+        assert rank["mapping_processes"][0]["pid"] == process.pid
+        with connect(address) as client:
+            assert client.get_pool("m").fingerprint
+        assert pool["info"]["fingerprint"] == {}, "it names the model"
+
+
+def test_a_pool_that_waits_for_ranks_has_all_figures(page: Page, served: tuple[str, int]) -> None:
+    rank = WireRank(served[0]).register(registration(0, world_size=2), "forming")
+    rank.wait_for("registered")
+    info = of_pool(check_described(page)["pools"]["pools"], "forming")["info"]
+    assert (info["state"], info["world_size"], len(info["ranks"])) == ("POOL_STATE_FORMING", 2, 2)
+    assert info["prefix_cache"]["hits_tokens"] == info["activity"]["steps"] == "0"
+
+
+def test_what_names_contents_or_memory_is_not_shown(client: Client, page: Page) -> None:
+    client.create_pool(pool_config("p"), memory_id="memory-of-p")
+    assert client.get_pool("p").memory_id == "memory-of-p"
+    assert "memory-of-p" not in json.dumps(page.parts())
 
 
 def test_a_stream_begins_with_all_parts_and_goes_on_with_those_that_change(client: Client, page: Page) -> None:
     client.create_pool(pool_config("watched"))
-    with server_sent_events(f"{page.url}/api/v1/stream") as events:
+    with server_sent_events(f"{page.url}/api/v2/stream") as events:
         assert {next(events)[0] for _ in PARTS} == set(PARTS)
         with client.open_session("watched") as session:
             assert session.admit(session.request("r", [1] * 40))
             for name, part in events:
-                if name == "pools" and any(each["used_blocks"] for each in part["pools"] if each["pool"] == "watched"):
+                if name == "pools" and any(
+                    each["info"]["usage"] for each in part["pools"] if pool_of(each) == "watched"
+                ):
                     break
     assert page.read("/healthz")[0] == 200
 
 
 def test_streams_are_bounded_and_leave_room_for_scrapes(page: Page) -> None:
     with ExitStack() as stack:
-        streams = [stack.enter_context(server_sent_events(f"{page.url}/api/v1/stream")) for _ in range(MAX_VIEWERS)]
+        streams = [stack.enter_context(server_sent_events(f"{page.url}/api/v2/stream")) for _ in range(MAX_VIEWERS)]
         assert all(next(stream)[0] in PARTS for stream in streams)
-        status, _, text = page.read("/api/v1/stream")
+        status, _, text = page.read("/api/v2/stream")
         assert (status, text) == (503, f"{MAX_VIEWERS} streams are open, the maximum\n".encode())
         for _ in range(MAX_VIEWERS):
             assert page.read("/metrics")[0] == 200
@@ -192,7 +230,7 @@ def test_files_load_nothing_from_elsewhere_and_are_kept_by_the_browser(page: Pag
     assert page.read("/status.css/../../etc/passwd")[0] == 404
 
 
-@pytest.mark.parametrize("path", ["/", "/api/v1/pools.json", "/api/v1/stream", "/metrics"])
+@pytest.mark.parametrize("path", ["/", "/api/v2/pools.json", "/api/v2/stream", "/metrics"])
 def test_pages_are_read_only(page: Page, path: str) -> None:
     status, headers, content = page.read(path, "HEAD")
     assert (status, content) == (200, b"")

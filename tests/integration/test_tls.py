@@ -200,7 +200,9 @@ def test_tls_and_tokens_over_the_command_line(tmp_path: Path, authority: Authori
         assert kvpool("pools", "--address", address, *flags, "--token-file", secret)[0] == 0
         status, _, errors = kvpool("pools", "--address", address, *flags)
         assert (status, errors.startswith("Error: NO_TOKEN: ")) == (1, True), errors
-        replayed = ("--chats", "1", "--num-blocks", "300", "--block-size", "16", "--sessions", "1")
+        trace = tmp_path / "trace.jsonl"
+        trace.write_text('{"prompt_token_ids": [1, 2, 3]}')
+        replayed = (trace, "--num-blocks", "300", "--block-size", "16")
         assert kvpool("replay", "--address", address, *replayed, **environment)[0] == 0
 
 

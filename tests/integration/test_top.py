@@ -190,14 +190,16 @@ def test_once_prints_a_view_or_a_json_object(address: str) -> None:
     assert "2 sessions" in done.stdout
     (line,) = json_done.stdout.splitlines()
     answer = json.loads(line)
-    assert list(answer) == ["address", "server", "interval_seconds", "pools", "sessions"]
+    assert list(answer) == [
+        *("address", "server", "interval_seconds", "pools", "per_second", "sessions", "session_steps_per_second")
+    ]
     assert answer["interval_seconds"] >= 1
     (pool,) = answer["pools"]
-    assert (pool["name"], pool["blocks"], pool["sessions"]) == ("m", 99, 2)
-    assert pool["per_second"]["steps"] > 0
-    assert 0 < pool["per_second"]["hit_ratio"] <= 1
+    assert (pool["config"]["name"], pool["config"]["num_blocks"], pool["sessions"]) == ("m", 100, 2)
+    assert answer["per_second"]["m"]["steps"] > 0
+    assert 0 < answer["per_second"]["m"]["hit_ratio"] <= 1
     assert {session["client_name"] for session in answer["sessions"]} == {"front-end", "模型-replica"}
-    assert all(session["steps_per_second"] > 0 for session in answer["sessions"])
+    assert all(answer["session_steps_per_second"][each["session_number"]] > 0 for each in answer["sessions"])
 
 
 def test_once_reports_an_unreachable_server_on_one_line(tmp_path: Path) -> None:

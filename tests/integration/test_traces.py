@@ -8,7 +8,7 @@ from typing import Final
 import grpc
 import pytest
 
-from kvpool.client import Client, Session, connect
+from kvpool.client import Client, ExhaustedError, Session, connect
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from support.server import ServerProcess, free_port, pool_config, server_process
 from support.traces import Collector, attributes_of, collector
@@ -67,7 +67,8 @@ def test_an_admission_has_a_span_in_the_trace_of_its_request() -> None:
 
 def test_a_refused_admission_and_one_that_is_not_sampled_have_no_span() -> None:
     with traced() as (address, spans), opened(address, num_blocks=4) as (_, session):
-        assert session.admit(session.request("large", PROMPT)) is None
+        with pytest.raises(ExhaustedError, match="more blocks"):
+            session.admit(session.request("large", PROMPT))
         session.admit(session.request("unsampled", PROMPT[:4], trace_parent=UNSAMPLED))
         session.admit(session.request("malformed", PROMPT[:4], trace_parent="00-zz"))
     (span,) = spans.spans

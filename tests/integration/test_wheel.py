@@ -125,7 +125,8 @@ def test_commands_run_without_the_repository(environment: Path, tmp_path: Path) 
         assert run(*command, "--version", folder=tmp_path).stdout.strip() == version
     assert "two schedulers, one pool" in run(kvpool, "demo", folder=tmp_path).stdout
     pool = ("--num-blocks", "500", "--block-size", "16")
-    assert "hit rate" in run(kvpool, "replay", "--chats", "2", *pool, folder=tmp_path).stdout
+    (tmp_path / "trace.jsonl").write_text('{"prompt_token_ids": [1, 2, 3]}')
+    assert "hit rate" in run(kvpool, "replay", "trace.jsonl", *pool, folder=tmp_path).stdout
     config = MODEL_CONFIGS / "llama-3.1-8b.json"
     assert "FullAttention" in run(kvpool, "plan", config, "--memory", "20GiB", folder=tmp_path).stdout
 

@@ -47,8 +47,8 @@ def has_cached(session: Session) -> bool:
     return session.get_computed_blocks(session.request(f"again-{session.sequence}", PROMPT)).num_tokens == 96
 
 
-def wait_for_state(client: Client, state: PoolState, epoch: int) -> PoolInfo:
-    wait_until(lambda: client.get_pool("m").state is state and client.get_pool("m").epoch == epoch, f"{state} {epoch}")
+def wait_for_state(client: Client, state: PoolState.ValueType, epoch: int) -> PoolInfo:
+    wait_until(lambda: client.get_pool("m").state == state and client.get_pool("m").epoch == epoch, f"{state} {epoch}")
     return client.get_pool("m")
 
 
@@ -94,8 +94,8 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
         ranks[1].kill()
-        pool = wait_for_state(client, PoolState.DEGRADED, 1)
-        assert pool.ranks[1].state is RankState.LOST, "its stream broke: no heartbeat had to be missed"
+        pool = wait_for_state(client, PoolState.POOL_STATE_DEGRADED, 1)
+        assert pool.ranks[1].state == RankState.RANK_STATE_LOST, "its stream broke: no heartbeat had to be missed"
         assert_refused_for_now(server.addresses[0])
         successor = workers.start(server.addresses[0], 1, 2)
         for rank in (ranks[0], successor):
@@ -109,7 +109,7 @@ def test_a_killed_rank_without_a_successor_ends_the_epoch_after_the_grace_time(w
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
         ranks[1].kill()
-        pool = wait_for_state(client, PoolState.DEGRADED, 2)
+        pool = wait_for_state(client, PoolState.POOL_STATE_DEGRADED, 2)
         assert (pool.cached_blocks, pool.sessions, pool.free_blocks) == (0, 0, pool.config.num_blocks - 1)
         assert_refused_for_now(server.addresses[0])
         workers.start(server.addresses[0], 1, 2)
@@ -122,11 +122,11 @@ def test_a_stopped_rank_that_resumes_within_the_grace_time_loses_nothing(workers
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
         ranks[1].pause()
-        pool = wait_for_state(client, PoolState.DEGRADED, 1)
-        assert pool.ranks[1].state is RankState.SILENT
+        pool = wait_for_state(client, PoolState.POOL_STATE_DEGRADED, 1)
+        assert pool.ranks[1].state == RankState.RANK_STATE_SILENT
         assert_refused_for_now(server.addresses[0])
         ranks[1].resume()
-        wait_for_state(client, PoolState.READY, 1)
+        wait_for_state(client, PoolState.POOL_STATE_READY, 1)
         assert has_cached(session)
 
 
@@ -136,7 +136,7 @@ def test_a_stopped_rank_that_resumes_too_late_joins_the_next_epoch(workers: Work
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
         ranks[1].pause()
-        wait_for_state(client, PoolState.DEGRADED, 2)
+        wait_for_state(client, PoolState.POOL_STATE_DEGRADED, 2)
         ranks[1].resume()
         for rank in ranks:
             rank.wait_for(ready(2))
@@ -158,13 +158,13 @@ def test_a_rank_that_is_cut_off(workers: Workers, *, comes_back_in_time: bool) -
         session = fill(client)
         network.cut()
         if comes_back_in_time:
-            wait_for_state(client, PoolState.DEGRADED, 1)
+            wait_for_state(client, PoolState.POOL_STATE_DEGRADED, 1)
             second.wait_for("SERVER_SILENT")
             network.heal()
-            wait_for_state(client, PoolState.READY, 1)
+            wait_for_state(client, PoolState.POOL_STATE_READY, 1)
             assert has_cached(session)
         else:
-            wait_for_state(client, PoolState.DEGRADED, 2)
+            wait_for_state(client, PoolState.POOL_STATE_DEGRADED, 2)
             network.heal()
             for rank in (first, second):
                 rank.wait_for(ready("[2-9]"))
@@ -215,7 +215,7 @@ def test_a_paused_server_gives_up_no_rank(workers: Workers) -> None:
         # Longer than ranks wait, and longer than they are waited for.
         time.sleep(2 * HEARTBEAT_TIMEOUT_SECONDS + GRACE_SECONDS)
         server.resume()
-        wait_for_state(client, PoolState.READY, 1)
+        wait_for_state(client, PoolState.POOL_STATE_READY, 1)
         assert has_cached(session)
 
 
@@ -224,8 +224,8 @@ def test_a_rank_leaves_on_sigterm(workers: Workers) -> None:
         ranks = workers.form(server.addresses[0], 2)
         session = fill(client)
         assert ranks[1].stop() == 0
-        pool = wait_for_state(client, PoolState.DEGRADED, 2)
-        assert pool.ranks[1].state is RankState.ABSENT
+        pool = wait_for_state(client, PoolState.POOL_STATE_DEGRADED, 2)
+        assert pool.ranks[1].state == RankState.RANK_STATE_ABSENT
         workers.start(server.addresses[0], 1, 2)
         client.wait_until_ready("m", timeout_seconds=DEADLINE_SECONDS)
         assert_starts_anew(client, session, epoch=2)

@@ -153,10 +153,11 @@ class PrefixModel:
         size = math.gcd(*self.hit_spans)
         return [hash_of(tokens[:end]) for end in range(size, len(tokens) + 1, size)]
 
-    def block_hash(self, content: Content) -> BlockHash:
-        """Returns the hash of a block in events: the last of the hashes of its tokens."""
-        _, prefix = content
-        return self.hashes(prefix)[-1]
+    def hash_blocks(self, content: Content) -> list[BlockHash]:
+        """Returns the hashes of a block in events: those of its hash blocks."""
+        group, prefix = content
+        hashes = self.hashes(prefix)
+        return hashes[-(self.spans[group] * len(hashes) // len(prefix)) :]
 
     def num_skipped(self, group: int, position: int) -> int:
         """Number of leading blocks that the token at `position` and later tokens do not need."""

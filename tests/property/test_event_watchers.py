@@ -1,7 +1,7 @@
-"""Watchers that join late, lag, lose messages and see server restarts end with exactly the server's prefix map.
+"""Watchers that join late, lag, lose connections and see server restarts end with exactly the server's prefix map.
 
-Services and publisher are the real ones, in one event loop. The changes of the pool, the order of turns, the lost
-messages, and the number of kept batches are random.
+The services are the real ones, in one event loop. The changes of the pool, the order of turns, the lost connections,
+and the number of kept batches are random.
 """
 
 import asyncio
@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from zmq import Again
 
 from kvpool.client.prefix_index import PrefixIndex
 from kvpool.client.transports.resumable_watch import ResumableWatch
@@ -23,16 +22,12 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.server.config import ServerConfig
-from kvpool.server.events import publisher
-from kvpool.server.events.config import EventsConfig
-from kvpool.server.events.publisher import EventPublisher
-from kvpool.server.limits.streams import ChunkTurns
 from kvpool.server.services import event_service
 from kvpool.server.services.components import Components
 from kvpool.server.services.event_service import EventService
 from kvpool.v1 import event_pb2
 from support.core import STEP, config, request_of
-from support.events import Subscriber, truth
+from support.router import announced
 from support.waiting import DEADLINE_SECONDS
 
 MIXES: list[tuple[KVCacheSpec, ...]] = [
@@ -138,66 +133,9 @@ class Watcher:
         raise UnavailableError("CUT_OFF", "")
 
 
-class LossyPublisher:
-    """A publisher with lists as sockets, and subscribers that miss messages."""
-
-    def __init__(self, server: RandomServer, subscribers: list[Subscriber], kept_batches: int) -> None:
-        self.chance, self.subscribers = server.chance, subscribers
-        self._requests: asyncio.Queue[list[bytes]] = asyncio.Queue()
-        self.is_lossy = True
-        sockets: Any = publisher.PublisherSockets(self, self)  # type: ignore[arg-type]
-        options = EventsConfig(buffer_batches=kept_batches, heartbeat_seconds=0.0)
-        self.publisher = EventPublisher(
-            server.pool,
-            server.log,
-            options,
-            server.parts.boot_id,
-            sockets,
-            turns=ChunkTurns(),
-            confirmed=self._confirmed,
-        )
-        works = (self.publisher.publish(), self.publisher.serve_requests())
-        self.tasks = [asyncio.create_task(work) for work in works]
-
-    async def _confirmed(self) -> None:
-        """Waits as for the standbys of a shard, or not."""
-        await turns(self.chance.choice([0, 0, 1, 3]))
-
-    def send_multipart(self, frames: tuple[bytes, ...], flags: int) -> Any:
-        del flags
-        if len(frames) == 3:
-            for subscriber in self.subscribers:
-                if not (self.is_lossy and self.chance.random() < 0.1):
-                    subscriber.live(list(frames))
-            return None
-        done = asyncio.get_running_loop().create_future()
-        if self.chance.random() < 0.05:
-            done.set_exception(Again())
-        else:
-            self.subscribers[int(frames[0])].answer(list(frames[2:]))
-            done.set_result(None)
-        return done
-
-    async def recv_multipart(self) -> list[bytes]:
-        return await self._requests.get()
-
-    def carry(self) -> None:
-        """Delivers the requests of the subscribers."""
-        for i, subscriber in enumerate(self.subscribers):
-            while subscriber.asks:
-                self._requests.put_nowait([str(i).encode(), b"", subscriber.asks.popleft()])
-
-    async def end(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.gather(*self.tasks, return_exceptions=True)
-
-
 @pytest.fixture(autouse=True)
-def _small_chunks_without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_service, "CHUNK_BLOCKS", 2)
-    monkeypatch.setattr(publisher, "CHUNK_BLOCKS", 2)
-    monkeypatch.setattr(publisher, "_PAUSE_SECONDS", 0.0)
 
 
 def bounded(max_examples: int) -> settings:
@@ -227,7 +165,7 @@ async def watch_grpc(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: in
             servers.append(RandomServer(chance, specs, kept_batches))
         await turns(chance.choice([0, 1, 2, 8]))
     server = servers[-1]
-    expected = {(g, block_hash) for g, block_hash, _ in server.pool.blocks.prefix_map.entries()}
+    expected = announced(server.pool)
     for watcher in watchers:
         index = watcher.index
         while (index.boot_id, index.sequence) != (server.parts.boot_id, server.log.last_sequence) or not index.is_whole:
@@ -247,50 +185,7 @@ def test_an_index_over_grpc_is_the_servers_map(seed: int, specs: tuple[KVCacheSp
     asyncio.run(asyncio.wait_for(watch_grpc(seed, specs, kept_batches), DEADLINE_SECONDS))
 
 
-async def subscribe(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> list[Subscriber]:
-    chance = random.Random(seed)  # noqa: S311 - drawn by Hypothesis
-    subscribers: list[Subscriber] = []
-    server = RandomServer(chance, specs, kept_batches)
-    wire = LossyPublisher(server, subscribers, kept_batches)
-    for i in range(150):
-        server.change()
-        if i % 40 == chance.randrange(40):
-            subscribers.append(Subscriber())
-        if chance.random() < 0.005:
-            await wire.end()
-            server = RandomServer(chance, specs, kept_batches)
-            wire = LossyPublisher(server, subscribers, kept_batches)
-            for subscriber in subscribers:
-                subscriber.ask_again()  # as a subscriber does that loses its connection
-        if chance.random() < 0.5:
-            wire.carry()
-        await turns(chance.choice([0, 1, 2, 8]))
-    wire.is_lossy = False
-    while True:
-        server.change()
-        wire.carry()
-        await turns(20)
-        published = wire.publisher.counts.messages
-        await turns(100)  # a publisher that repeats its snapshot would send more in these turns
-        following = server.log.last_sequence + 1 == wire.publisher._next and published == wire.publisher.counts.messages
-        if following and all(s.is_settled and s.next == wire.publisher.counts.messages for s in subscribers):
-            break
-    for subscriber in subscribers:
-        assert subscriber.known == truth(server.pool)
-    await wire.end()
-    return subscribers
-
-
-@bounded(settings().max_examples * 6 // 5)
-@given(seed=st.integers(0, 2**32), specs=st.sampled_from(MIXES), kept_batches=st.sampled_from([2, 5, 50]))
-def test_a_map_kept_over_zeromq_is_the_servers(seed: int, specs: tuple[KVCacheSpec, ...], kept_batches: int) -> None:
-    asyncio.run(asyncio.wait_for(subscribe(seed, specs, kept_batches), DEADLINE_SECONDS))
-
-
 async def test_the_random_runs_cover_every_way_to_recover() -> None:
-    """Both repeated snapshots and replays must happen; without them the tests above would cover little."""
+    """Watches must continue, and take repeated snapshots; otherwise the test above would cover little."""
     watchers = [w for seed in range(5) for w in await watch_grpc(seed, MIXES[1], 5)]
     assert max(watcher.num_snapshots for watcher in watchers) > 1
-    subscribers = [s for seed in range(5) for s in await subscribe(seed, MIXES[1], 50)]
-    assert max(subscriber.num_snapshots for subscriber in subscribers) >= 1
-    assert max(subscriber.num_replays for subscriber in subscribers) > 1

@@ -1,4 +1,4 @@
-"""Fences under random traffic: sessions open, are resumed and end, steps run, and ranks lose connections.
+"""Fences under random traffic: sessions open and end, steps run, and ranks lose connections.
 
 The test connects the server's core and the protocol and fence of each rank by streams that only keep the order of
 messages. Invariants: no session gets a block that a step of another session is writing, or that a rank would let such a
@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from kvpool.core.commands import EndReason, EndSession
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError
-from kvpool.core.ids import PoolName, SessionId, SessionNumber, TableLease
+from kvpool.core.ids import PoolName, TableLease
 from kvpool.core.ranks import messages
 from kvpool.core.ranks.effects import (
     Effect,
@@ -34,7 +34,6 @@ from kvpool.core.ranks.messages import Allocated, LinkId, PoolState
 from kvpool.core.sessions.session import Session
 from kvpool.gpu_worker import rank_effects
 from kvpool.gpu_worker.rank_protocol import RankProtocol
-from kvpool.gpu_worker.route import Route
 from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
 from support.core import World
 from support.integrity import check_integrity
@@ -48,7 +47,7 @@ MEMORY = declared(blocks=NUM_BLOCKS, max_model_len=4 * BLOCK_SIZE, enable_cachin
 BROKEN = UnavailableError("UNAVAILABLE", "gone")
 MAX_SCHEDULERS = 3
 ACTIONS = (
-    *("open_session", "admit", "admit", "begin_step", "begin_step", "end_step", "evict", "evict", "close", "resume"),
+    *("open_session", "admit", "admit", "begin_step", "begin_step", "end_step", "evict", "evict", "close"),
     *("process_gone", "turn", "turn", "deliver", "deliver", "deliver"),
 )
 RANKS = st.integers(0, WORLD_SIZE - 1)
@@ -57,10 +56,9 @@ ANY = st.integers(0, 7)
 
 @dataclass
 class Scheduler:
-    """A scheduler process, with its view of a session that may have ended or been resumed by another process."""
+    """A scheduler process, with its view of a session that may have ended."""
 
     session: Session
-    session_id: SessionId
     lease: TableLease
     blocks: set[int] = field(default_factory=set)
     num_requests: int = 0
@@ -73,7 +71,7 @@ class RankProcess:
         self.rank = rank
         self.fence = Fence(self._steps_ended)
         registered = declaring(rank, WORLD_SIZE, MEMORY, boot_id=f"process-{boot:04}", fences=True)
-        self.protocol = RankProtocol(registered, Route(("h:1",)), self.fence)
+        self.protocol = RankProtocol(registered, ("h:1",), self.fence)
         self.link: LinkId | None = None
         self.said: deque[rank_effects.WorkerMessage] = deque()
         self.heard: deque[messages.ServerMessage | KvpoolError] = deque()
@@ -106,7 +104,6 @@ class Fencing(RuleBasedStateMachine):
         self.members = Membership(PoolName("m"), TIMING)
         self.by_link: dict[LinkId, RankProcess] = {}
         self.schedulers: list[Scheduler] = []
-        self.resuming: dict[SessionNumber, Scheduler] = {}
         self.must_fence = False
         self.ranks = [self._boot(rank) for rank in range(WORLD_SIZE)]
         self.settle()
@@ -128,13 +125,14 @@ class Fencing(RuleBasedStateMachine):
         self.world.now_seconds = self.now_seconds
         with contextlib.suppress(UnavailableError):
             session = self.world.open(LEASE_SECONDS)
-            self._drive(session)
+            lease = TableLease(self.world.pool.epoch, session.session_number)
+            self.schedulers.append(Scheduler(session, lease))
 
     def admit(self, which: int, _rank: int) -> None:
         scheduler = self._scheduler(which)
         scheduler.num_requests += 1
         try:
-            self.world.allocator.sessions.find(scheduler.session_id, self.now_seconds)
+            self.world.allocator.sessions.find(scheduler.session.session_id, self.now_seconds)
             result = self.world.admit(scheduler.session, scheduler.num_requests, "", 3 * BLOCK_SIZE)
         except KvpoolError:
             return
@@ -170,22 +168,12 @@ class Fencing(RuleBasedStateMachine):
             with contextlib.suppress(AbortedError):
                 self._do(self.members.sessions_gone(link, [number]))
 
-    def resume(self, which: int, _rank: int) -> None:
-        """Another process resumes a session; the result is sent when the ranks reject the old process."""
-        before = self._scheduler(which)
-        with contextlib.suppress(KvpoolError):
-            _, session = self.world.allocator.resume_session(
-                before.session_id, 0, resume_key="", now_seconds=self.now_seconds
-            )
-            self.resuming[session.former_numbers[-1]] = before
-            self.must_fence = True
-
     def close(self, which: int, _rank: int) -> None:
         """A scheduler closes its session when its steps are done, and exits, also if its session has already ended."""
         scheduler = self._scheduler(which)
         if not any(self._steps_of(scheduler)):
             with contextlib.suppress(KvpoolError):
-                self.world.allocator.close_session(scheduler.session_id, self.now_seconds)
+                self.world.allocator.close_session(scheduler.session.session_id, self.now_seconds)
             self.schedulers.remove(scheduler)
             self.must_fence = True
 
@@ -201,12 +189,7 @@ class Fencing(RuleBasedStateMachine):
             self.must_fence = False
             pool, allocator = self.world.pool, self.world.allocator
             live = [session.session_number for session in self.world.sessions()]
-            resuming = {
-                number: tuple(each for each in before.session.numbers if each <= number)
-                for number, before in self.resuming.items()
-            }
-            awaiting = pool.quarantine.awaiting_ranks | resuming
-            self._do(self.members.fence(allocator.sessions.last_number, live, awaiting))
+            self._do(self.members.fence(allocator.sessions.last_number, live, pool.quarantine.awaiting_ranks))
 
     @rule(rank=RANKS, dies=st.booleans())
     def lose_stream(self, rank: int, dies: bool) -> None:  # noqa: FBT001 - a strategy's
@@ -258,22 +241,6 @@ class Fencing(RuleBasedStateMachine):
 
     def _scheduler(self, which: int) -> Scheduler:
         return self.schedulers[which % len(self.schedulers)]
-
-    def _drive(self, session: Session) -> None:
-        """Adds a process that knows the blocks of a session and may free them."""
-        lease = TableLease(self.world.pool.epoch, session.session_number)
-        held: set[int] = {b for r in session.requests.values() for table in r.tables for b in table.block_ids}
-        self.schedulers.append(Scheduler(session, session.current_id, lease, held))
-
-    def _resumed(self, number: SessionNumber) -> None:
-        before = self.resuming.pop(number, None)
-        if before is None:
-            return
-        assert not any(process.may_write(before) for process in self._in_epoch()), (
-            "resumed while the old process may write"
-        )
-        if before.session in self.world.sessions() and before.session.former_numbers[-1] == number:
-            self._drive(before.session)
 
     def _steps_of(self, scheduler: Scheduler) -> Iterator[StepTicket]:
         return (ticket for process in self.ranks for ticket, each in process.steps if each is scheduler)
@@ -393,7 +360,6 @@ class Fencing(RuleBasedStateMachine):
                 allocator.resume(self.world.pool)
             case EpochPassed():
                 allocator.pass_epoch(self.world.pool, effect.epoch)
-                self.resuming.clear()
             case ProcessesGone():
                 for session in self.world.sessions():
                     if session.session_number in effect.numbers:
@@ -402,8 +368,6 @@ class Fencing(RuleBasedStateMachine):
                         self.must_fence = True
             case SessionsFenced():
                 allocator.end_quarantine("m", effect.numbers)
-                for number in effect.numbers:
-                    self._resumed(number)
 
     def _tell(self, link: LinkId, message: messages.ServerMessage | KvpoolError) -> None:
         process = self.by_link.get(link)

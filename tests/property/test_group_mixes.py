@@ -2,24 +2,27 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvpool.client.vllm.parents_first import ParentsFirst
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored, packed_token_ids
 from kvpool.core.ids import BlockHash, BlockId, RequestId, RequestNumber, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.kinds import CrossAttentionSpec
-from kvpool.core.specs.pool_config import PoolConfig
-from property.mixes import MAX_TOKENS, configs
+from kvpool.core.specs.kinds import SPARSE_KINDS, CrossAttentionSpec, FullAttentionSpec
+from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from property.mixes import MAX_TOKENS, configs, specs
 from property.prefix_model import Content, Known, PrefixModel, Tokens, attends
 from support.integrity import check_integrity
+from support.router import Router
 
 NOW = StepNumber(1)
 
@@ -74,6 +77,8 @@ class World:
         self.requests: list[Known] = []
         self.num_added = 0
         self.stored: Counter[tuple[int, BlockHash]] = Counter()
+        self.router, self.parents_first = Router(config.hash_block_size), ParentsFirst()
+        self.has_full = any(isinstance(spec, FullAttentionSpec) for spec in self.model.specs)
 
     # What schedulers do. Of what there is nothing to do it to, nothing is done.
 
@@ -105,7 +110,8 @@ class World:
 
     def lookup(self, tokens: Tokens, step: int) -> None:
         for length in range(len(tokens), 0, -step):
-            self.check_hit(self.new_request(tokens[:length], 1))
+            hit = self.check_hit(self.new_request(tokens[:length], 1))
+            self.check_routers(tokens[:length], hit.num_tokens)
 
     def grow(self, which: int, call: Call, story: int, count: int) -> None:
         """Computes the next chunk of a prompt, or generated tokens and up to three drafts."""
@@ -328,7 +334,10 @@ class World:
 
     def check_events(self) -> None:
         model = self.model
-        for event in self.pool.blocks.take_events():
+        events = self.pool.blocks.take_events()
+        self.router.apply(self.parents_first.ordered(events))
+        assert not self.router.num_lost
+        for event in events:
             match event:
                 case BlockStored():
                     assert any(self.describes(event, known) for known in self.requests)
@@ -338,21 +347,37 @@ class World:
                 case AllBlocksCleared():
                     self.stored.clear()
         if model.config.enable_events:
-            assert +self.stored == Counter((c[0], model.block_hash(c)) for c in model.findable.values())
+            named = ((c[0], each) for c in model.findable.values() for each in model.hash_blocks(c))
+            assert +self.stored == Counter(named)
 
     def describes(self, event: BlockStored, known: Known) -> bool:
         """Whether an event exactly describes a run of this request's blocks."""
-        model, group = self.model, event.group_id
-        span, tokens = model.spans[group], known.tokens
-        names = [model.block_hash((group, tokens[:end])) for end in range(span, len(tokens) + 1, span)]
+        unit, tokens, names = self.model.config.hash_block_size, known.tokens, self.model.hashes(known.tokens)
         if event.block_hashes[-1] not in names:
             return False
         end = names.index(event.block_hashes[-1]) + 1
         start = end - len(event.block_hashes)
         return event == BlockStored(
             tuple(names[start:end]), names[start - 1] if start else None,
-            packed_token_ids(tokens[start * span : end * span]), span, None, event.group_id,
+            packed_token_ids(tokens[start * unit : end * unit]), unit, None, event.group_id,
         )  # fmt: skip
+
+    def check_routers(self, tokens: Tokens, num_hit_tokens: int) -> None:
+        """Routers know the hits of a pool with full attention, also if they begin with a snapshot."""
+        if not (self.model.config.enable_events and self.model.config.enable_caching):
+            return
+        late, cursor = Router(self.model.config.hash_block_size), SnapshotCursor(self.pool)
+        parents_first = ParentsFirst()
+        while not cursor.is_done:
+            late.apply(parents_first.ordered(cursor.next_chunk(3)))
+        assert not late.num_lost
+        for router in (late, self.router):
+            view = PrefixModel(self.model.config)
+            places = [(group, key) for key, groups in router.groups.items() for group in groups]
+            view.findable = dict(enumerate(places))
+            found = view.longest_hit(tokens)
+            assert found == num_hit_tokens if self.has_full else found <= num_hit_tokens
+            assert router.score(tokens) >= found or not self.has_full
 
     def end(self) -> None:
         for known in list(self.requests):
@@ -396,3 +421,31 @@ def test_any_mix_of_groups_answers_like_the_model(config: PoolConfig, acts: list
         act(world)
         world.check_all()
     world.end()
+
+
+@st.composite
+def hostile_configs(draw: st.DrawFn) -> PoolConfig:
+    """Pools with events whose blocks of full attention are larger than those of other groups."""
+    size, times = draw(st.sampled_from([1, 2, 4])), draw(st.sampled_from([2, 3, 4]))
+    has_gaps = specs((size,), 1).filter(lambda spec: not spec.keeps_all)
+    others = draw(st.lists(has_gaps, min_size=1, max_size=2))
+    config = draw(configs())
+    groups = [KVCacheGroup(spec, (f"{i}",)) for i, spec in enumerate([FullAttentionSpec(size * times), *others])]
+    config = replace(config, groups=tuple(draw(st.permutations(groups))), enable_caching=True, enable_events=True)
+    is_sparse = any(isinstance(spec, SPARSE_KINDS) for spec in others) and draw(st.booleans())
+    tokens = 0 if is_sparse else None
+    return replace(config, dcp_world_size=1, retention_tokens=tokens)
+
+
+@settings(max_examples=settings().max_examples * 2)
+@given(config=hostile_configs(), acts=st.lists(actions(), min_size=10, max_size=20))
+def test_routers_score_as_pools_hit_where_full_attention_has_the_larger_blocks(
+    config: PoolConfig, acts: list[Action]
+) -> None:
+    world = World(config)
+    for act in acts:
+        act(world)
+        world.check_all()
+        for known in world.requests[-2:]:
+            world.lookup(known.prompt, 5)
+        world.lookup(story_tokens(0, 0, MAX_TOKENS), 7)

@@ -15,7 +15,7 @@ TURNS = [0.0, 0.25, 0.5, 1.0, 1.75, 2.0, 3.75, 4.0, 4.25]
 
 
 class Leases(RuleBasedStateMachine):
-    """One session in explicit time: calls, streams, resumption and expiry."""
+    """One session in explicit time: calls, streams and expiry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,27 +38,22 @@ class Leases(RuleBasedStateMachine):
     def pass_time(self, turn: float) -> None:
         self.now_seconds += turn
 
-    @rule(resumes=st.booleans())
-    def call(self, *, resumes: bool) -> None:
-        allocator, current_id = self.world.allocator, self.session.current_id
+    @rule()
+    def call(self) -> None:
+        sessions, session_id = self.world.allocator.sessions, self.session.session_id
         if self.is_over:
             with pytest.raises(AbortedError) as caught:
-                self.ask(resumes=resumes)
+                self.ask()
             assert caught.value.reason == "LEASE_EXPIRED"
-            assert self.session.current_id == current_id
             was_ended = self.session not in self.world.sessions()
-            assert allocator.sessions.is_overdue(current_id, self.now_seconds) != was_ended
+            assert sessions.is_overdue(session_id, self.now_seconds) != was_ended
             self.told_over = True
         else:
-            self.ask(resumes=resumes)
+            self.ask()
             self.renew()
 
-    def ask(self, *, resumes: bool) -> None:
-        allocator, session_id = self.world.allocator, self.session.current_id
-        if resumes:
-            allocator.resume_session(session_id, 1, resume_key="", now_seconds=self.now_seconds)
-        else:
-            allocator.touch_session(session_id, self.now_seconds)
+    def ask(self) -> None:
+        self.world.allocator.touch_session(self.session.session_id, self.now_seconds)
 
     @rule()
     def expire(self) -> None:

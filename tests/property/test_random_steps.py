@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvpool.core.blocks.integrity import waiting_for_steps
 from kvpool.core.errors import AbortedError, KvpoolError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
@@ -23,7 +24,7 @@ from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import World
-from support.integrity import check_integrity, waiting_for_steps
+from support.integrity import check_integrity
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
 GROWING = (Operation.APPEND, Operation.ALLOCATE)
@@ -32,8 +33,9 @@ BEFORE_BLOCKS = (*LOOKING_UP, Operation.ADMIT)
 DECLARING = (*BEFORE_BLOCKS, *GROWING)
 OFTEN = [Operation.ADMIT, Operation.ADMIT, Operation.LOOKUP, Operation.ALLOCATE, Operation.FREE]
 POSSIBLE = {
-    Operation.ADMIT: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.SKIPPED),  # skipped: the budget was used up
-    Operation.ALLOCATE: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.HIT_CHANGED),
+    # An admission is skipped when the budget is used up.
+    Operation.ADMIT: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.NEVER_FITS, Outcome.SKIPPED),
+    Operation.ALLOCATE: (Outcome.OK, Outcome.NO_BLOCKS, Outcome.NEVER_FITS, Outcome.HIT_CHANGED),
 }
 LEASE_SECONDS = 10.0
 QUARANTINES = st.sampled_from([0.0, 3.0])
@@ -471,11 +473,12 @@ class RandomSteps(RuleBasedStateMachine):
             if answer.operation in POSSIBLE:
                 possible = (Outcome.SKIPPED,) if out_of_blocks else POSSIBLE[answer.operation]
                 assert answer.outcome in possible
-                out_of_blocks = out_of_blocks or answer.outcome is Outcome.NO_BLOCKS
+                out_of_blocks = out_of_blocks or answer.outcome in (Outcome.NO_BLOCKS, Outcome.NEVER_FITS)
             self.follow(scheduler, known, answer, step.sequence)
             self.fill(known, length[answer.number], session_number, step.sequence)
         assert not step.admission_budget_tokens or sum(result.num_new_tokens) <= step.admission_budget_tokens
-        blocks, waiting = self.world.pool.blocks, {block_id for _, block_id in waiting_for_steps(self.world.pool)}
+        pool, blocks = self.world.pool, self.world.pool.blocks
+        waiting = {block_id for _, block_id in waiting_for_steps(pool.in_flight, pool.quarantine)}
         num_free = blocks.num_blocks - 1 - len(self.held() | waiting)
         assert result.free_blocks <= num_free
         assert result.free_blocks == num_free or blocks.free_list.num_held

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.blocks.quota import Quota
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
@@ -83,10 +83,10 @@ class StepsInFlight(RuleBasedStateMachine):
         return engine
 
     @precondition(lambda self: len(self.engines) < 3)
-    @rule(min_blocks=st.sampled_from((0, 0, 2)))
-    def open(self, min_blocks: int) -> None:
-        quotas = self.world.pool.quotas
-        quota = Quota(min_blocks) if 0 < min_blocks <= quotas.num_left else NO_QUOTA
+    @rule(min_blocks=st.sampled_from((0, 0, 2, 6)), beyond=st.sampled_from((None, None, 0, 4)))
+    def open(self, min_blocks: int, beyond: int | None) -> None:
+        min_blocks = min(min_blocks, self.world.pool.quotas.num_left)
+        quota = Quota(min_blocks, 0 if beyond is None else min_blocks + beyond)
         self.engines.append(Engine(self.world.open(quota=quota)))
 
     @precondition(lambda self: any(len(each.in_flight) < MAX_IN_FLIGHT for each in self.engines))
@@ -96,7 +96,9 @@ class StepsInFlight(RuleBasedStateMachine):
         if len(engine.in_flight) == MAX_IN_FLIGHT:
             return
         engine.num_requests += 1
-        number = engine.num_requests
+        number, holding = engine.num_requests, engine.session.holding
+        num_waiting = len(self.world.pool.blocks.free_list.held_by(engine.session.session_number))
+        num_lacking = holding.num_lacking - num_waiting if holding else 0
         result = self._step(
             engine,
             Operation.ADMIT,
@@ -106,7 +108,8 @@ class StepsInFlight(RuleBasedStateMachine):
             request_ids=[f"r{number}"],
         )
         if result.outcomes:
-            assert result.outcomes == [Outcome.NO_BLOCKS]
+            assert result.outcomes[0] in (Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.NEVER_FITS)
+            assert 2 * -(-num_tokens // BLOCK_SIZE) > num_lacking, "refused within its minimum"
             self._step(engine, Operation.FREE, request_numbers=[number])
 
     @precondition(lambda self: self.engines)
@@ -151,7 +154,7 @@ class StepsInFlight(RuleBasedStateMachine):
         engine = self._some(data)
         engine.in_flight.clear()
         self.engines.remove(engine)
-        self.world.allocator.close_session(engine.session.current_id, self.world.now_seconds)
+        self.world.allocator.close_session(engine.session.session_id, self.world.now_seconds)
 
     @precondition(lambda self: self.engines)
     @rule(data=st.data())
@@ -169,27 +172,20 @@ class StepsInFlight(RuleBasedStateMachine):
         engine.in_flight.clear()
         self.world.allocator.end_quarantine("m", [engine.session.session_number])
 
-    @precondition(lambda self: self.engines)
-    @rule(data=st.data())
-    def resume(self, data: Any) -> None:
-        """Another process continues, when no step of the earlier one is in flight."""
-        engine = self._some(data)
-        engine.in_flight.clear()
-        session_id, sequence = engine.session.session_id, engine.session.sequence
-        self.world.allocator.resume_session(session_id, sequence, resume_key="", now_seconds=self.world.now_seconds)
-        engine.last_launched = engine.executed = engine.session.sequence
-
     @rule()
     def reset(self) -> None:
         self.world.allocator.reset_prefix_cache(self.world.pool)
 
-    @precondition(lambda self: not any(each.session.holding for each in self.engines))  # restored in another order
     @rule()
     def restore(self) -> None:
         with self.world.allocator.snapshot() as snapshot:
             made = State()
             made.restore(snapshot)
-        assert_alike(self.world.allocator, made)
+        pool, quotas = made.pools.get("m"), self.world.pool.quotas
+        check_integrity(pool, pool.sessions.values())
+        assert (pool.quotas.num_left, pool.quotas.num_covering) == (quotas.num_left, quotas.num_covering)
+        if not any(each.session.holding for each in self.engines):  # otherwise restored in another order
+            assert_alike(self.world.allocator, made)
 
     @invariant()
     def is_sound(self) -> None:

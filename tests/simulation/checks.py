@@ -10,14 +10,15 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.client import aio
 from kvpool.client.request import Request
+from kvpool.core.blocks.integrity import IntegrityError
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import KvpoolError, NotFoundError
-from kvpool.core.sessions.session import Session, original_id
+from kvpool.core.sessions.session import Session
 from kvpool.core.state import State
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.grpc_call import Call, Status
 from simulation.virtual_loop import Process
-from support.integrity import IntegrityError, check_integrity
+from support.integrity import check_integrity
 from support.journal import assert_alike
 
 _FOR_EVER = (
@@ -70,7 +71,6 @@ class Checks:
         self._may_lose_state = False
         self._trace = trace
         self._ended: dict[str, str] = {}
-        self._resumed: set[str] = set()
         self._answers: dict[tuple[str, int], bytes] = {}
         self._last_sequence: dict[str, int] = {}
         self.num_answers = 0
@@ -91,7 +91,7 @@ class Checks:
     def received(self, call: Call, message: Any) -> None:
         """See `Tap`."""
         call.session_id = getattr(message, "session_id", "") or call.session_id
-        call.was_ended = self._why_ended(call)
+        call.was_ended = self._ended.get(call.session_id, "")
         call.primary_term = self.newest_term
         self._trace("%s -> %s %s", call.client, _Told(call.method), _Told(message))
 
@@ -101,15 +101,13 @@ class Checks:
         self._check_term(call)
         if isinstance(message, allocator_pb2.OpenSessionResponse):
             self._check_epoch(message.session.epoch)
-            self._last_sequence.setdefault(original_id(message.session.session_id), 0)
+            self._last_sequence.setdefault(message.session.session_id, 0)
         if not call.session_id:
             return
         if call.was_ended and not call.method.endswith("CloseSession"):
             self._fail(f"{call.method} was answered after the session had ended with {call.was_ended}")
         if isinstance(message, step_pb2.StepResult):
-            self._check_result(original_id(call.session_id), message)
-        if isinstance(message, allocator_pb2.ResumeSessionResponse):
-            self._check_resumption(original_id(call.session_id), message.sequence)
+            self._check_result(call.session_id, message)
 
     def _check_term(self, call: Call) -> None:
         """Checks that no server answers a call that arrived when a later one was the primary."""
@@ -117,20 +115,9 @@ class Checks:
         if term < call.primary_term and not call.method.startswith(_UNCONFIRMED):
             self._fail(f"{call.method} was answered in term {term}, and arrived in term {call.primary_term}")
 
-    def _why_ended(self, call: Call) -> str:
-        if call.session_id in self._resumed and not call.method.endswith("ResumeSession"):
-            return "SESSION_RESUMED"
-        return self._ended.get(original_id(call.session_id), "")
-
     def _check_epoch(self, epoch: int) -> None:
         if epoch < self._reported_epoch():
             self._fail(f"a session was opened in epoch {epoch}, a rank knows of {self._reported_epoch()}")
-
-    def _check_resumption(self, session_id: str, sequence: int) -> None:
-        last = self._last_sequence.get(session_id, 0)
-        if not last <= sequence <= last + 1:
-            self._fail(f"a session was resumed after step {sequence}, and step {last} was the last that was answered")
-        self._last_sequence[session_id] = sequence  # a server killed before it answered has recorded the last step
 
     def _check_result(self, session_id: str, result: step_pb2.StepResult) -> None:
         without_version = step_pb2.StepResult()
@@ -159,10 +146,8 @@ class Checks:
             self._check_term(call)
         if code is grpc.StatusCode.ABORTED and call.session_id:
             reason = _reason(trailers)
-            if reason == "SESSION_RESUMED" and not call.method.endswith("ResumeSession"):
-                self._resumed.add(call.session_id)
-            elif reason in _FOR_EVER:
-                self._ended[original_id(call.session_id)] = reason
+            if reason in _FOR_EVER:
+                self._ended[call.session_id] = reason
 
     # At the servers of a shard.
 
@@ -230,7 +215,7 @@ class Checks:
     def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
         """See `Watcher`."""
         if error.reason in _FOR_EVER:
-            self._ended.setdefault(original_id(session.session_id), error.reason)
+            self._ended.setdefault(session.session_id, error.reason)
 
     # In the server's memory.
 

@@ -25,19 +25,16 @@ from kvpool.gpu_worker.rank_effects import (
     Send,
 )
 from kvpool.gpu_worker.rank_protocol import RankProtocol
-from kvpool.gpu_worker.route import Route
 from kvpool.gpu_worker.stream import message_request, registration_request
 from kvpool.lending.fence import Fence, StaleTablesError
-from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import server_message_from_proto
-from kvpool.wire.seeds import ShardAddress
 from simulation.gpu import Computation, GroupLayout, Memory, Violation
-from simulation.grpc_channel import StreamCall, UnaryCall
+from simulation.grpc_channel import StreamCall
 from simulation.virtual_loop import Process
 
-_PLACE_SECONDS = 5.0
 _Event = Callable[[], list[Effect]]
 
 
@@ -73,10 +70,10 @@ class RankProcess:
         boot_id = f"{settings.random.getrandbits(64):016x}"
         self._fence = Fence(lambda: self._events.put_nowait(self._protocol.steps_ended))
         registration = replace(settings.registration, boot_id=boot_id, fences=True)
-        route = Route(parse_seeds(settings.address))
-        self._protocol = RankProtocol(registration, route, self._fence, draw=settings.random.random)
+        seeds = parse_seeds(settings.address)
+        self._protocol = RankProtocol(registration, seeds, self._fence, draw=settings.random.random)
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
-        self._stream: StreamCall | UnaryCall | None = None
+        self._stream: StreamCall | None = None
         self._memory: Memory | None = None
         self._lines: dict[Process, asyncio.Queue[GpuStep]] = {}
 
@@ -155,38 +152,13 @@ class RankProcess:
                     self._settings.trace("rank %d failed: %s", self._settings.registration.rank, error)
 
     def _open_stream(self, registration: Registration) -> None:
-        """Joins, or asks for the shard of the pool first, as `RankRunner` does."""
-        route = self._protocol.route
-        channel = grpc.aio.insecure_channel(route.target)
-        if route.asks:
-            request = directory_pb2.PlaceRequest(pool_name=self._settings.pool)
-            stub = directory_pb2_grpc.DirectoryServiceStub(channel)
-            self._stream = call = cast("UnaryCall", stub.Place(request, timeout=_PLACE_SECONDS))
-            asyncio.create_task(self._ask(call))  # noqa: RUF006 - the loop keeps it
-        else:
-            self._stream = stream = cast("StreamCall", worker_pb2_grpc.WorkerServiceStub(channel).Join())
-            asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
-            self._send(registration_request(self._settings.pool, registration))
-
-    async def _ask(self, call: UnaryCall) -> None:
-        try:
-            answer: directory_pb2.PlaceResponse = await call
-            location = ShardAddress.of(answer.shard, answer.addresses)
-        except grpc.RpcError as failure:
-            self._events.put_nowait(partial(self._ended, call, from_rpc_error(failure)))
-        except UnavailableError as error:
-            self._events.put_nowait(partial(self._ended, call, error))
-        else:
-            self._events.put_nowait(partial(self._placed, call, location))
-
-    def _placed(self, call: UnaryCall, location: ShardAddress) -> list[Effect]:
-        if call is not self._stream:
-            return []
-        self._stream = None
-        return self._protocol.placed(location)
+        channel = grpc.aio.insecure_channel(self._protocol.target)
+        self._stream = stream = cast("StreamCall", worker_pb2_grpc.WorkerServiceStub(channel).Join())
+        asyncio.create_task(self._read(stream))  # noqa: RUF006 - the loop keeps it
+        self._send(registration_request(self._settings.pool, registration))
 
     def _send(self, message: worker_pb2.JoinRequest) -> None:
-        if isinstance(self._stream, StreamCall):
+        if self._stream:
             asyncio.create_task(_write(self._stream, message))  # noqa: RUF006 - the loop keeps it
 
     def _drop_stream(self) -> None:
@@ -207,7 +179,7 @@ class RankProcess:
         received = server_message_from_proto(message) if stream is self._stream else None
         return self._protocol.received(received, time.monotonic()) if received else []
 
-    def _ended(self, stream: StreamCall | UnaryCall, error: KvpoolError) -> list[Effect]:
+    def _ended(self, stream: StreamCall, error: KvpoolError) -> list[Effect]:
         if stream is not self._stream:
             return []
         self._drop_stream()

@@ -1,7 +1,7 @@
 """Parts of a simulated scheduler: jobs, the ranks, its observer, and its data on disk."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Protocol
 
@@ -79,27 +79,6 @@ class Watcher(Protocol):
 
 
 @dataclass(slots=True)
-class Stored:
-    """Data of a scheduler on disk, for its successor.
-
-    Attributes:
-        session_id: The session; empty for none.
-        sequence: Number of the newest answered step.
-        computed: Number of tokens that all ranks have computed, per running request.
-        contents: What they hold, per group.
-        weights: Number of the weights that the engine loads.
-        count: Number of requests created.
-    """
-
-    session_id: str = ""
-    sequence: int = 0
-    computed: dict[str, int] = field(default_factory=dict)
-    contents: dict[str, list[list[int]]] = field(default_factory=dict)
-    weights: int = 1
-    count: int = 0
-
-
-@dataclass(slots=True)
 class SchedulerSettings:
     """Settings of a scheduler process."""
 
@@ -117,7 +96,8 @@ class SchedulerSettings:
     max_in_flight: int = 1
     """Most steps that it launches before the first of them has run."""
     deadline_seconds: float = 4.0
-    stored: Stored = field(default_factory=Stored)
+    weights: int = 1
+    """Number of the weights that the engine loads, also after a restart."""
 
 
 def computation_of(running: Running, start: int, weights: int) -> Computation:

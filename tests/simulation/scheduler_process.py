@@ -17,12 +17,11 @@ from kvpool.client import aio
 from kvpool.client.hashing import ExtraKeys
 from kvpool.client.results import Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transports.transport import HeldRequest
 from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.core.ids import TableLease
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.wire.errors import DeadlineError
-from simulation.gpu import Computation, layouts
+from simulation.gpu import Computation
 from simulation.scheduler_parts import (
     EngineError,
     Running,
@@ -76,18 +75,18 @@ class SchedulerProcess:
         self._executed = self._launched = 0  # numbers of steps
         self._in_flight: deque[_Launched] = deque()
         self._backoff_rounds = 0
-        self._stored = settings.stored
+        self._num_requests = 0
+        self._computed: dict[str, int] = {}  # number of tokens that all ranks have computed, per running request
 
     async def main(self) -> None:
         """Works until all jobs are done."""
         settings = self._settings
         client = aio.connect(settings.address, deadline_seconds=settings.deadline_seconds)
         while settings.jobs:
-            session = await self._resume(client) or await self._open(client)
+            session = await self._open(client)
             if session is None:
                 continue
             try:
-                await self._take_over(session)
                 await self._serve(session)
                 await self._finish_all()
                 await self._close(session)
@@ -95,63 +94,11 @@ class SchedulerProcess:
                 settings.watcher.session_ended(session, error)
                 settings.trace("%s: session ended: %s", settings.pool, error.reason)
                 session._calls.forget()
-                self._stored.session_id = ""
                 await self._finish_all()
                 await self._pause()
             self._running.clear()
             self._waiting.clear()
-
-    async def _resume(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
-        """Resumes the session of the previous process, if any; sometimes opens another one instead."""
-        stored = self._stored
-        session_id, stored.session_id = stored.session_id, ""
-        if not session_id or self._random.random() < 0.3:
-            return None
-        try:
-            return await client.resume_session(session_id, sequence=stored.sequence)
-        except (*_UNSETTLED, *_OVER, ExhaustedError) as error:
-            self._settings.trace("cannot resume: %s", error.reason)
-            return None
-
-    async def _take_over(self, session: aio.AsyncSession) -> None:
-        """Continues with the session's requests: recomputes uncertain tokens, and frees unknown requests."""
-        stored = self._stored
-        stored.session_id, stored.sequence = session.session_id, session.sequence
-        await self._set_weights(session, stored.weights)
-        if not session.held_requests:
-            stored.contents.clear()
-            stored.computed.clear()
-            return
-        jobs = {job.name: job for job in self._settings.jobs}
-        has_state = any(group.is_state for group in layouts(session.config))  # its steps cannot run twice
-        work = []
-        for held in session.held_requests:
-            job = jobs.get(held.request_id.rpartition(".")[0])
-            computed = stored.computed.get(held.request_id, -1) if held.num_computed_tokens else 0
-            if job is None or computed < 0 or (computed < held.num_computed_tokens and has_state):
-                await self._give_up(session, held)
-                continue
-            request = session.adopt(
-                held,
-                job.token_ids,
-                extra_keys=ExtraKeys(cache_salt=job.salt or None),
-                num_computed_tokens=max(computed, held.num_computed_tokens),
-            )
-            contents = stored.contents.get(held.request_id) if held.num_computed_tokens else None
-            running = Running(job, request, contents or [[] for _ in session.config.groups])
-            running.keep_contents(computed)
-            (self._running if request.num_computed_tokens else self._waiting).append(running)
-            if request.num_computed_tokens > computed:
-                work.append(computation_of(running, computed, stored.weights))
-        if work:
-            await self._compute(session, work)
-
-    async def _give_up(self, session: aio.AsyncSession, held: HeldRequest) -> None:
-        """Frees a request with an unknown number of computed tokens."""
-        try:
-            await session.free_held(held)
-        except _UNSETTLED:
-            await self._settle(session)
+            self._computed.clear()
 
     async def _open(self, client: aio.AsyncClient) -> aio.AsyncSession | None:
         settings = self._settings
@@ -165,7 +112,7 @@ class SchedulerProcess:
                 lease_seconds=settings.lease_seconds,
                 min_blocks=low,
                 max_blocks=high,
-                weights_version=str(self._stored.weights),
+                weights_version=str(settings.weights),
             )
         except (*_UNSETTLED, NotFoundError, ExhaustedError, WrongStateError) as error:
             settings.trace("cannot open: %s", error.reason)
@@ -196,9 +143,9 @@ class SchedulerProcess:
             if len(self._running) + len(self._waiting) >= self._settings.max_running:
                 return
             if id(job) not in known:
-                self._stored.count += 1
+                self._num_requests += 1
                 keys = ExtraKeys(cache_salt=job.salt or None)
-                request = session.request(f"{job.name}.{self._stored.count}", job.token_ids, extra_keys=keys)
+                request = session.request(f"{job.name}.{self._num_requests}", job.token_ids, extra_keys=keys)
                 self._waiting.append(Running(job, request, [[] for _ in session.config.groups]))
 
     async def _round(self, session: aio.AsyncSession) -> None:
@@ -207,7 +154,7 @@ class SchedulerProcess:
 
         def fill(step: StepBuilder) -> None:
             for running in gone:
-                self._stored.computed.pop(running.request.request_id, None)
+                self._computed.pop(running.request.request_id, None)
                 step.free(running.request)
             for running in (each for each in self._running if each not in gone):
                 asked.extend(self._ask_for_more(step, running))
@@ -244,8 +191,7 @@ class SchedulerProcess:
         running.is_delayed = random.random() < 0.1
         num_computed = request.num_computed_tokens
         left = request.num_tokens - num_computed
-        # After a resumption these tokens are computed again, so windows must not have left their blocks.
-        num_in_flight = num_computed - self._stored.computed.get(request.request_id, 0)
+        num_in_flight = num_computed - self._computed.get(request.request_id, 0)
         answer = step.allocate_slots(
             request,
             left if left == 1 or random.random() < 0.7 else random.randint(1, left),
@@ -267,7 +213,6 @@ class SchedulerProcess:
         except ExhaustedError:
             await self._pause()
             return False
-        self._stored.sequence = session.sequence
         return True
 
     def _sequences(self, session: aio.AsyncSession) -> dict[str, int]:
@@ -297,7 +242,7 @@ class SchedulerProcess:
                 start = one.answer.num_hit_tokens
                 self._waiting.remove(running)
                 self._running.append(running)
-            work.append(computation_of(running, start, self._stored.weights))
+            work.append(computation_of(running, start, self._settings.weights))
         return work
 
     async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
@@ -349,8 +294,7 @@ class SchedulerProcess:
         self._executed = sequence
         for running, num_admissions, num_tokens in computed:
             if running in self._running and running.num_admissions == num_admissions:
-                self._stored.computed[running.request.request_id] = num_tokens
-                self._stored.contents[running.request.request_id] = running.contents
+                self._computed[running.request.request_id] = num_tokens
 
     def _generate(self) -> None:
         """Draws the next tokens. A scheduler that runs ahead knows them early, as if it had guessed them."""
@@ -367,7 +311,7 @@ class SchedulerProcess:
         victim = self._running[-1]
 
         def fill(step: StepBuilder) -> None:
-            self._stored.computed.pop(victim.request.request_id, None)
+            self._computed.pop(victim.request.request_id, None)
             step.preempt(victim.request)
 
         if await self._send(session, fill):
@@ -391,7 +335,7 @@ class SchedulerProcess:
         weights = self._random.choice((1, 2, 3))
         await self._set_weights(session, weights)
         self._settings.trace("weights %s", weights)
-        self._stored.weights = weights
+        self._settings.weights = weights
         for running in self._running:
             running.keep_contents(running.request.num_computed_tokens)
         for running in self._waiting:
@@ -440,5 +384,5 @@ class SchedulerProcess:
             if request.num_computed_tokens:
                 self._waiting.remove(running)
                 self._running.append(running)
-                await self._compute(session, [computation_of(running, computed.num_tokens, self._stored.weights)])
+                await self._compute(session, [computation_of(running, computed.num_tokens, self._settings.weights)])
             return

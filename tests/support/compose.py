@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -46,7 +47,9 @@ def eventually(what: str, look: Callable[[], _T | None], timeout_seconds: float 
 
 def prometheus_image() -> str:
     """The image that the stack uses."""
-    return os.environ.get("PROMETHEUS_IMAGE", "prom/prometheus:v3.5.0")
+    default = re.search(r"PROMETHEUS_IMAGE:-([^}]*)", (DEPLOY / "docker-compose.yml").read_text())
+    assert default
+    return os.environ.get("PROMETHEUS_IMAGE", default[1])
 
 
 def docker(*arguments: str, timeout_seconds: float = 120.0) -> str:
@@ -121,13 +124,6 @@ class Stack:
         finally:
             self._environment = before
 
-    def keep_journal(self) -> None:
-        """Enables the journal of the server, starting empty."""
-        if "KVPOOL_JOURNAL" not in self._environment:
-            self._environment["KVPOOL_JOURNAL"] = "/var/lib/kvpool"
-            self.compose("up", "-d", "--no-build", "--no-deps", "server")
-            self.wait_at_work()
-
     def down(self) -> None:
         """Removes all containers and volumes."""
         self.client.close()
@@ -165,18 +161,18 @@ class Stack:
         """The current pool info of the server."""
         return self.client.get_pool(POOL)
 
-    def wait_state(self, state: PoolState, timeout_seconds: float = 60.0) -> PoolInfo:
+    def wait_state(self, state: PoolState.ValueType, timeout_seconds: float = 60.0) -> PoolInfo:
         """Waits for a state of the pool."""
 
         def look() -> PoolInfo | None:
             pool = self.pool()
-            return pool if pool.state is state else None
+            return pool if pool.state == state else None
 
-        return eventually(f"pool {state.value}", look, timeout_seconds)
+        return eventually(f"pool {PoolState.Name(state)}", look, timeout_seconds)
 
     def wait_ready(self) -> PoolInfo:
         """Waits until the pool is ready."""
-        return self.wait_state(PoolState.READY, 90)
+        return self.wait_state(PoolState.POOL_STATE_READY, 90)
 
     def wait_played_on(self) -> PoolInfo:
         """Waits until both schedulers have a session and allocate blocks: the number of look-ups increases."""
@@ -196,7 +192,7 @@ class Stack:
     def assert_no_block_lost(self) -> None:
         """Checks that all blocks are free while the schedulers are stopped; then starts the schedulers again."""
         pool = self.stop_schedulers()
-        assert pool.state is PoolState.READY
+        assert pool.state == PoolState.POOL_STATE_READY
         assert pool.free_blocks == pool.config.num_blocks - 1, "blocks were lost"
         self.compose("start", *SCHEDULERS)
         self.wait_played_on()

@@ -15,6 +15,8 @@ from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Operation, Step, StepResult
+from kvpool.v1.pool_pb2 import PoolInfo
+from kvpool.wire.picture import pool_info
 from support.state import DrivenState
 
 BLOCK_SIZE = 4
@@ -129,6 +131,10 @@ class World:
 
     def sessions(self) -> list[Session]:
         return list(self.pool.sessions.values())
+
+    def info(self, event_sequence: int = 0) -> PoolInfo:
+        """Describes the pool."""
+        return pool_info(self.pool, self.allocator.pools.state_of(self.pool), event_sequence)
 
     def snapshot(self) -> object:
         return snapshot(self.pool, self.sessions())

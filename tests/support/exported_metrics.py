@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import grpc
@@ -12,15 +12,15 @@ from prometheus_client.registry import Collector
 
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
-from kvpool.core.ranks.messages import PoolState, Rank, RankGroupOptions, RankInfo, RankState
-from kvpool.core.views.pool_info import PoolInfo
+from kvpool.core.ranks.messages import PoolState, RankGroupOptions
 from kvpool.gpu_worker.rank_protocol import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.worker_metrics import WorkerCollector
-from kvpool.server.metrics.observations import JournalCounts, Observations, PublisherCounts
+from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.server_metrics import sampler
+from kvpool.v1.pool_pb2 import PoolInfo, RankInfo, RankState
 from kvpool.wire.metrics_pages import LogCollector
 from support.core import World
 from support.shard_figures import shard_sample
@@ -61,24 +61,22 @@ class _Fixed(Collector):
         return self._metrics
 
 
-def sample_of(
-    info: PoolInfo, seen: Observations, kept: BlockLifetimes | None = None, published: PublisherCounts | None = None
-) -> PoolSample:
+def sample_of(info: PoolInfo, seen: Observations, kept: BlockLifetimes | None = None) -> PoolSample:
     """The figures of a pool."""
     histograms = copy_histograms(kept, seen.steps.get(PoolName(info.config.name)))
-    return PoolSample(info, histograms, published, {0.5: -30, 2.0: 20, 4.0: 50})
+    return PoolSample(info, histograms, {0.5: -30, 2.0: 20, 4.0: 50})
 
 
 def info_of(world: World) -> PoolInfo:
     """The state of the pool of a world."""
-    return world.allocator.pools.describe(world.pool, 3)
+    return world.info(3)
 
 
 def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observations, *, with_vllm: bool = False) -> str:
     """The page of a server of a shard, with a journal, credentials and a limit."""
 
     def sample_pools() -> list[PoolSample]:
-        return [sample_of(info, seen, kept, PublisherCounts(5, 4, 3, 2)) for info, kept in pools]
+        return [sample_of(info, seen, kept) for info, kept in pools]
 
     registry = CollectorRegistry()
     registry.register(LogCollector())  # the HTTP server adds it
@@ -95,6 +93,15 @@ def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observatio
     return generate_latest(registry).decode()
 
 
+def worker_page() -> str:
+    """The page of a rank, without the figures of its process."""
+    settings = WorkerSettings("unix:/s", "m", 0, 1, RankGroupOptions(16))
+    status, usage = WorkerStatus(Phase.READY, 7, 100, PoolState.READY), WorkerUsage(1, last_heartbeat_seconds=1.0)
+    registry = CollectorRegistry()
+    registry.register(WorkerCollector(StandingRank(status, usage), settings))
+    return generate_latest(registry).decode()
+
+
 def samples_of(text: str) -> Samples:
     """The samples of a page, by name and labels."""
     return {
@@ -104,20 +111,25 @@ def samples_of(text: str) -> Samples:
     }
 
 
-def exported_labels() -> dict[str, dict[str, set[str]]]:
-    """Each metric that a server, a rank or its process can export, with its labels and their values."""
+def some_observations() -> Observations:
+    """A call that ended with each status code."""
     seen = Observations()
     for code in grpc.StatusCode:
         seen.rpc("m", code.name, 0.1)
-    ranks = tuple(RankInfo(Rank(number), state) for number, state in enumerate(RankState))
-    page = scrape([(replace(info_of(World(12)), ranks=ranks), None)], seen, with_vllm=True)
+    return seen
+
+
+def exported_labels() -> dict[str, dict[str, set[str]]]:
+    """Each metric that a server, a rank or its process can export, with its labels and their values."""
+    seen = some_observations()
+    info = info_of(World(12))
+    info.ranks.extend(RankInfo(state=state) for state in RankState.values()[1:])
+    page = scrape([(info, None)], seen, with_vllm=True)
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
-    settings = WorkerSettings("unix:/s", "m", 0, 1, RankGroupOptions(16))
-    status, usage = WorkerStatus(Phase.READY, 7, 100, PoolState.READY), WorkerUsage(1, last_heartbeat_seconds=1.0)
-    registry.register(WorkerCollector(StandingRank(status, usage), settings))
     found: dict[str, dict[str, set[str]]] = {}
-    for name, labels in (*samples_of(page), *samples_of(generate_latest(registry).decode())):
+    processes = generate_latest(registry).decode()
+    for name, labels in (*samples_of(page), *samples_of(worker_page()), *samples_of(processes)):
         values = found.setdefault(name, defaultdict(set))
         for label, value in labels:
             values[label].add(value)

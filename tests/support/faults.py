@@ -2,8 +2,8 @@
 
 `support.server_program` reads the environment variable KVPOOL_FAULTS. It holds `POINT:ACTION:WHEN`, several separated
 by commas. ACTION is `kill` (SIGKILL to the process itself), `stop` (SIGSTOP to the process itself), `error` (raises
-OSError) or `sleep=SECONDS` (blocks the whole process). WHEN is the number of the visit, counted from 1, or
-`CHANCE@SEED`: every visit strikes with that probability, drawn from that seed (any text).
+OSError), `bug` (raises ZeroDivisionError) or `sleep=SECONDS` (blocks the whole process). WHEN is the number of the
+visit, counted from 1, or `CHANCE@SEED`: every visit strikes with that probability, drawn from that seed (any text).
 """
 
 import itertools
@@ -43,7 +43,7 @@ POINTS: Final = frozenset(
 
 @dataclass(slots=True)
 class _Fault:
-    act: Callable[[], None]
+    act: Callable[[], object]
     due: Callable[[], bool]
 
 
@@ -113,7 +113,7 @@ def _check(point: str) -> None:
         raise ValueError(f"{VARIABLE}: {point!r} is not a fault point; known: {', '.join(sorted(POINTS))}")
 
 
-def _action(text: str) -> Callable[[], None]:
+def _action(text: str) -> Callable[[], object]:
     match text.split("="):
         case ["kill"]:
             return lambda: os.kill(os.getpid(), signal.SIGKILL)
@@ -121,11 +121,13 @@ def _action(text: str) -> Callable[[], None]:
             return lambda: os.kill(os.getpid(), signal.SIGSTOP)
         case ["error"]:
             return _fail
+        case ["bug"]:
+            return lambda: 1 // 0
         case ["sleep", seconds]:
             wait_seconds = _number(seconds)
             return lambda: time.sleep(wait_seconds)
         case _:
-            raise ValueError(f"{VARIABLE}: {text!r} is not an action; known: kill, stop, error, sleep=SECONDS")
+            raise ValueError(f"{VARIABLE}: {text!r} is not an action; known: kill, stop, error, bug, sleep=SECONDS")
 
 
 def _fail() -> None:

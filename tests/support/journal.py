@@ -14,7 +14,9 @@ from typing import Any
 from kvpool.core.blocks.block_pool import BlockContents, BlockPool
 from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.pending_blocks import PendingBlocks
 from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.blocks.state_readers import StateReaders
 from kvpool.core.commands import Command
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import BlockId, SessionId
@@ -35,7 +37,13 @@ from support.integrity import check_integrity
 from support.state import DrivenState, driven
 
 WRITER = Writer("1 Python", "this-boot")
-_WHILE_READ = ((State, "_is_read"), (FreeList, "_copy"), (PrefixMap, "_column_copies"), (BlockContents, "_copy"))
+_WHILE_READ = (
+    (State, "_is_read"),
+    (FreeList, "_copy"),
+    (PrefixMap, "_column_copies"),
+    (BlockContents, "_copy"),
+    (Session, "requests_copy"),
+)
 NOT_RESTORED: dict[tuple[type, str], str] = {
     (Session, "last_seen_seconds"): "leases restart with each process",
     (Session, "open_streams"): "streams end with the process",
@@ -43,8 +51,12 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
     (FreeList, "_chunks"): "skipped entries are left out; the free blocks are compared in order",
     (Chunk, "at"): "the same",
     (Chunk, "block_ids"): "the same",
+    (PendingBlocks, "_unpublished"): "follows from the steps; those without blocks are left out",
+    **dict.fromkeys(((StateReaders, "_by_request"), (StateReaders, "_steps")), "follows from the requests; see below"),
     **dict.fromkeys(_WHILE_READ, "ends with a snapshot"),
     (State, "new_block_lifetimes"): "each process has its own",
+    **dict.fromkeys(((State, "_sample_key"), (KVCacheManager, "_sample_key")), "each process draws its own"),
+    (KVCacheManager, "hit_curve"): "follows from the key",
     (KVCacheManager, "block_lifetimes"): "each process draws its own sample",
     (BlockPool, "block_lifetimes"): "each process draws its own sample",
     (BlockPool, "_num_reserved"): "memory that a process had is not that of another",
@@ -73,11 +85,11 @@ def begin(journal: Journal, now_seconds: float = 0.0) -> None:
     driven(journal).renew_leases(now_seconds)
 
 
-def recovered(folder: Path, writer: Writer = WRITER) -> Recovery:
+def recovered(folder: Path, writer: Writer = WRITER, past_epoch: int = 0) -> Recovery:
     """The state that a new process recovers."""
     opened = Folder(folder, writer)
     try:
-        return recover(opened, DrivenState)
+        return recover(opened, DrivenState, past_epoch)
     finally:
         opened.close()
 
@@ -101,7 +113,7 @@ class Recorder:
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
         self.records.append(encode_record(command, now_seconds, result)[HEAD_BYTES:])
 
-    def give_up_after_bug(self) -> None:
+    def crash_after_bug(self, _: str) -> None:
         self.num_bugs += 1
 
 
@@ -181,6 +193,7 @@ def assert_alike(mine: Any, theirs: Any) -> None:
     _compare(_fields(State, mine), _fields(State, theirs), "allocator", set())
     for pool, other in zip(mine.pools, theirs.pools, strict=True):
         assert list(pool.blocks.free_list) == list(other.blocks.free_list)
+        assert pool._state_readers._steps == other._state_readers._steps
         check_integrity(other, list(other.sessions.values()))
 
 
@@ -196,7 +209,9 @@ def _compare(mine: Any, theirs: Any, where: str, seen: set[int]) -> None:
         return
     if isinstance(mine, dict):
         assert len(mine) == len(theirs), where
-        if "_by_hash" not in where and "PendingBlocks['steps']" not in where:  # compared by key only
+        if not any(
+            name in where for name in ("_by_hash", "_num_copies", "PendingBlocks['steps']")
+        ):  # compared by key only
             assert list(mine) == list(theirs), where
         for key in mine:
             _compare(mine[key], theirs[key], f"{where}[{key!r}]", seen)
@@ -217,7 +232,7 @@ def _compare(mine: Any, theirs: Any, where: str, seen: set[int]) -> None:
 
 
 class Traffic:
-    """Random changes of one pool by sessions that are opened, closed and resumed, determined by a seed.
+    """Random changes of one pool by sessions that are opened and closed, determined by a seed.
 
     The sessions belong to three tenants. Equal tokens have equal hashes, and each tenant has a namespace; with
     `salts_hashes`, each tenant has other hashes and there is one namespace.
@@ -266,9 +281,9 @@ class Traffic:
         if choice > 0.98:
             return self.allocator.expire_session(session.session_id, self.now_seconds, 4.0)[2]
         if choice > 0.96:
-            return self.allocator.close_session(session.current_id, self.now_seconds)[1]
+            return self.allocator.close_session(session.session_id, self.now_seconds)[1]
         if choice > 0.94:
-            return self._evict(session) if choice > 0.95 else self._resume(session)
+            return self._evict(session)
         if choice > 0.93:
             return self.allocator.reset_prefix_cache(pool)
         if choice > 0.92:
@@ -280,13 +295,6 @@ class Traffic:
         return self.allocator.evict_session("m", session.session_number, self.now_seconds, quarantine_seconds=3.0)[
             1
         ].session_id
-
-    def _resume(self, session: Session) -> int:
-        key = f"key-{self._random.randint(1, 2)}"  # sometimes the key of an earlier resumption
-        found = self.allocator.resume_session(
-            session.session_id, session.sequence, resume_key=key, now_seconds=self.now_seconds
-        )
-        return found[1].session_number
 
     def _open(self) -> int:
         self._opened += 1

@@ -7,8 +7,7 @@ from enum import Enum
 from functools import partial
 from typing import TypeVar
 
-from kvpool.core.ids import PoolName
-from kvpool.server.cluster.directory import Changes, DirectoryError, ShardName, ShardRecord, SwapResult, VersionedRecord
+from kvpool.server.cluster.directory import DirectoryError, ShardName, ShardRecord, SwapResult, VersionedRecord
 
 _T = TypeVar("_T")
 
@@ -28,13 +27,11 @@ class Store:
 
     Attributes:
         entries: The entries as they are, with those of deleted records, as a watch yields them.
-        pools: The shard of each pool.
         history: Every record that was written.
     """
 
     def __init__(self, written: Callable[[ShardRecord | None, ShardRecord], None] = lambda *_: None) -> None:
         self.entries: dict[ShardName, VersionedRecord] = {}
-        self.pools: dict[PoolName, ShardName] = {}
         self.history: list[ShardRecord] = []
         self.changed = asyncio.Event()
         """Set, and replaced, with each change."""
@@ -69,31 +66,10 @@ class Store:
         self.put(shard, record)
         return SwapResult(won=True, entry=self.get(shard))
 
-    def delete(self, shard: ShardName, revision: int) -> bool:
-        """Deletes a record if the entry has this revision. Returns whether there is none now."""
-        found = self.get(shard)
-        if found.record and found.revision == revision:
-            self.entries[shard] = VersionedRecord(revision + 1, None)
-            self.notify()
-        return self.get(shard).record is None
-
-    def all(self) -> Changes:
-        """The whole directory."""
-        return Changes(is_whole=True, shards=dict(self.entries), pools=dict(self.pools))
-
-    def claim(self, pool: PoolName, shard: ShardName) -> ShardName:
-        """Claims a pool; returns the shard that has it."""
-        found = self.pools.setdefault(pool, shard)
+    def delete(self, shard: ShardName) -> None:
+        """Deletes a record, as an operator could."""
+        self.entries[shard] = VersionedRecord(self.watched(shard).revision + 1, None)
         self.notify()
-        return found
-
-    def release(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
-        """Releases a pool if its shard has it, and the shard's entry this revision."""
-        if self.pools.get(pool) != shard or self.get(shard).revision != revision:
-            return False
-        del self.pools[pool]
-        self.notify()
-        return True
 
 
 class MemoryDirectory:
@@ -103,7 +79,7 @@ class MemoryDirectory:
         store: The records.
 
     Attributes:
-        fates: What becomes of the next swaps and deletions, all with unknown outcome; those after them have known ones.
+        fates: What becomes of the next swaps, all with unknown outcome; those after them have known ones.
     """
 
     def __init__(self, store: Store) -> None:
@@ -129,10 +105,6 @@ class MemoryDirectory:
         """See `Directory`."""
         return await self._write(partial(self._store.swap, shard, revision, record))
 
-    async def delete(self, shard: ShardName, revision: int) -> bool:
-        """See `Directory`."""
-        return await self._write(partial(self._store.delete, shard, revision))
-
     async def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
         """See `Directory`."""
         seen = -1
@@ -140,18 +112,6 @@ class MemoryDirectory:
             if entry.revision > seen:
                 seen = entry.revision
                 yield entry
-
-    def watch_all(self) -> AsyncIterator[Changes]:
-        """See `Directory`. It yields the whole directory each time."""
-        return self._each_change(self._store.all)
-
-    async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
-        """See `Directory`."""
-        return await self._request(partial(self._store.claim, pool, shard))
-
-    async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
-        """See `Directory`."""
-        return await self._request(partial(self._store.release, pool, shard, revision))
 
     async def close(self) -> None:
         """See `Directory`."""

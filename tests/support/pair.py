@@ -100,10 +100,9 @@ class PairServer:
         try:
             with grpc.insecure_channel(self.address) as channel:
                 stub = directory_pb2_grpc.DirectoryServiceStub(channel)
-                answer = stub.ListShards(directory_pb2.ListShardsRequest(), timeout=_ASK_SECONDS)
+                return stub.GetShard(directory_pb2.GetShardRequest(), timeout=_ASK_SECONDS).shard
         except grpc.RpcError:
             return None
-        return next((shard for shard in answer.shards if shard.name == self._shard_name), None)
 
 
 class Pair:

@@ -65,6 +65,7 @@ def derived(row: Mapping[str, Any]) -> tuple[Model, Plan]:
         max_num_batched_tokens=row.get("max_in_flight_tokens", 2048),
         max_num_encoder_input_tokens=row.get("max_encoder_tokens", 2048),
         mamba_cache_mode=MambaCacheMode.NONE,
+        block_outermost=model.packs_pages,
     )
     return model, get_kv_cache_configs([RankMemory(dict(model.layers), MEMORY_BYTES)], options)
 

@@ -2,18 +2,18 @@
 
 from collections.abc import Sequence
 
-from kvpool.client import ReuseOrder
-from kvpool.replay.play import PoolOptions, replay_serially
-from kvpool.replay.processes import Reporter
+from kvpool.client import ReuseOrder, connect
+from kvpool.replay.play import PoolOptions, play_prompts
 from kvpool.replay.result import Counts
-from kvpool.replay.scheduler import SchedulerOptions
 from kvpool.replay.trace_formats import TraceRequest
 
 
 def replayed(trace: Sequence[TraceRequest], num_blocks: int, block_size: int, order: ReuseOrder) -> Counts:
     """Plays prompts one after another on a pool of its own, which admits all of them."""
     longest = max(entry.input_length for entry in trace)
-    pool, reporter = PoolOptions("p", num_blocks, block_size, longest, order), Reporter(lambda _: None, print)
-    counts = replay_serially(pool, list(trace), SchedulerOptions("embedded:", "p"), reporter).counts
+    with connect("embedded:") as client:
+        PoolOptions("p", num_blocks, block_size, longest, order).create(client)
+        with client.open_session("p") as session:
+            counts = play_prompts(session, trace, lambda: None)
     assert counts.rejected_requests == 0
     return counts

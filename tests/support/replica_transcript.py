@@ -115,7 +115,7 @@ class _Shard:
         return self._remember()
 
     def _delete(self) -> list[str]:
-        self._store.delete(_SHARD, self._store.get(_SHARD).revision)
+        self._store.delete(_SHARD)
         return self._remember()
 
     def _send(self, name: str) -> list[str]:

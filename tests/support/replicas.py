@@ -228,7 +228,7 @@ def encoded(state: State) -> bytes:
 
 
 def _normalized(snapshot: StateSnapshot) -> StateSnapshot:
-    """Leaves out what begins again in each process: streams, and the leases that they and calls renew."""
+    """Leaves out what begins again in each process: streams, the leases that they and calls renew, orders of sets."""
     return replace(snapshot, pools=[_normalized_pool(pool) for pool in snapshot.pools])
 
 
@@ -236,7 +236,8 @@ def _normalized_pool(pool: PoolSnapshot) -> PoolSnapshot:
     sessions, ended = list(pool.sessions.values), list(pool.quarantined.values)
     for session in (*sessions, *(each.session for each in ended)):
         _forget_lease(session)
-    return replace(pool, sessions=Column(sessions), quarantined=Column(ended))
+    blocks = replace(pool.blocks, evicted_held=sorted(pool.blocks.evicted_held))
+    return replace(pool, blocks=blocks, sessions=Column(sessions), quarantined=Column(ended))
 
 
 def _forget_lease(session: Session) -> None:

@@ -19,8 +19,8 @@ from support.bugs import bugs_in
 from support.logging_process import LoggingProcess
 
 KVPOOL: Final = (processes.KVPOOL,)
-_PATIENT: Final = {"KVPOOL_SERVE_DEFAULT_LEASE_SECONDS": "60"}
-"""No session ends because the machine is slow."""
+_SETTINGS: Final = {"KVPOOL_SERVE_DEFAULT_LEASE_SECONDS": "60", "KVPOOL_SERVE_NO_JOURNAL": "1"}
+"""No session ends because the machine is slow. A journal is kept where a test says so."""
 _PROGRAM: Final = (processes.PYTHON, "-m", "support.server_program")
 
 
@@ -63,7 +63,7 @@ class CommandLineServer(LoggingProcess):
     ) -> None:
         if faults:
             command, environment = _PROGRAM, {**environment, fault_points.VARIABLE: faults}
-        environment = {**_PATIENT, **environment}
+        environment = {**_SETTINGS, **environment}
         listen = [part for address in addresses for part in ("--listen", address)]
         super().__init__(
             *prefix, *command, "serve", *listen, *map(str, options), environment=environment, stderr=stderr

@@ -25,5 +25,4 @@ def shard_sample() -> ShardSample:
         is_directory_up=True,
         lost_states=1,
         differences=0,
-        conflicting_pools=0,
     )

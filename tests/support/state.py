@@ -37,7 +37,7 @@ class DrivenState(State):
             raise
         except BaseException:
             if self.journal:
-                self.journal.give_up_after_bug()
+                self.journal.crash_after_bug("method")
             raise
         if self.journal and command.recorded:
             self.journal.record(command, now_seconds, result)
@@ -89,12 +89,6 @@ class DrivenState(State):
         opened = self.execute(command, now_seconds)
         return self.sessions.find(opened.session_id, now_seconds)
 
-    def resume_session(
-        self, session_id: str, sequence: int, *, resume_key: str, now_seconds: float
-    ) -> tuple[KVCacheManager, Session]:
-        current_id = self.execute(commands.ResumeSession(session_id, sequence, resume_key), now_seconds)
-        return self.sessions.find(current_id, now_seconds)
-
     def touch_session(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
         self.execute(commands.KeepAlive(session_id), now_seconds)
         return self.sessions.find(session_id, now_seconds)
@@ -107,12 +101,12 @@ class DrivenState(State):
 
     def apply(self, pool: KVCacheManager, session: Session, step: Step, message: bytes = b"") -> StepResult:
         del pool
-        command = commands.ApplyStep(session.current_id, step, message or _message(step))
+        command = commands.ApplyStep(session.session_id, step, message or _message(step))
         return self.execute(command, session.last_seen_seconds)
 
     def mark_executed(self, pool: KVCacheManager, session: Session, executed_sequence: int) -> None:
         del pool
-        self.execute(commands.MarkExecuted(session.current_id, executed_sequence), session.last_seen_seconds)
+        self.execute(commands.MarkExecuted(session.session_id, executed_sequence), session.last_seen_seconds)
 
     def set_weights_version(self, session: Session, weights_version: str) -> bool:
         return self.execute(commands.SetWeightsVersion(session.session_id, weights_version), 0.0)

@@ -34,14 +34,14 @@ from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.commands import Command, EndReason
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import BlockId, PoolName, RequestNumber, SessionId, SessionNumber
-from kvpool.core.sessions.session import Session, original_id
+from kvpool.core.sessions.session import Session
 from kvpool.core.state import State
 from kvpool.core.steps.allocation_options import OPTION_COLUMNS
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from kvpool.v1 import pool_pb2
+from kvpool.wire import picture
 from kvpool.wire import pools as wire_pools
-from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
 from transcripts.traffic import MUTATIONS, Json, Row
 
@@ -82,7 +82,7 @@ class Player:
     def __init__(self) -> None:
         self._state = State()
         self._now_seconds = 0.0
-        self._contents: dict[tuple[str, int], list[Json]] = {}  # by the original id of the session
+        self._contents: dict[tuple[str, int], list[Json]] = {}  # by session and number of the request
         self._last_steps: dict[str, list[Json]] = {}
         self._num_declared: Counter[KVCacheManager] = Counter()
 
@@ -148,22 +148,18 @@ class Player:
         )
         return [opened.session_id, self._session(opened.session_id)[1].session_number]
 
-    def resume_session(self, session: str, sequence: int, key: str) -> Json:
-        pool, resumed = self._session(self._do(commands.ResumeSession(session, sequence, key)))
-        return [resumed.session_number, resumed.current_id, _held(pool, resumed)]
-
     def touch_session(self, session: str) -> Json:
         self._do(commands.KeepAlive(session))
         return self._session(session)[1].session_number
 
     def attach_stream(self, session: str) -> None:
         self._do(commands.KeepAlive(session))
-        self._do(commands.AttachStream(original_id(session)))
+        self._do(commands.AttachStream(SessionId(session)))
 
     def detach_stream(self, session: str) -> None:
         self._do(commands.KeepAlive(session))
         if self._session(session)[1].open_streams:
-            self._do(commands.DetachStream(original_id(session)))
+            self._do(commands.DetachStream(SessionId(session)))
 
     def mark_executed(self, session: str, sequence: int) -> None:
         self._do(commands.MarkExecuted(session, sequence))
@@ -208,17 +204,17 @@ class Player:
         except KvpoolError as error:
             error.rename_field(_row_field(error.field, len(pool.config.groups)))
             raise
-        kept = self._last_steps.setdefault(original_id(session), [])
+        kept = self._last_steps.setdefault(session, [])
         kept.append((rows, header, mutate))
         del kept[:-20]
         for row in rows:
             if "declare" in row:
-                self._contents[original_id(session), row["request"]] = row["declare"][2]
+                self._contents[session, row["request"]] = row["declare"][2]
         return _rows(pool, found, rows, result)
 
     def repeat(self, session: str, back: int) -> Json:
         """Sends an earlier step again, without a change."""
-        kept = self._last_steps.get(original_id(session), [])
+        kept = self._last_steps.get(session, [])
         if back > len(kept):
             return None
         rows, header, mutate = kept[-back]
@@ -228,13 +224,13 @@ class Player:
         """Digests of what the service tells about each pool, its sessions and its cached blocks."""
         found = {}
         for pool in self._state.pools:
-            info = wire_pools.info_to_proto(self._state.pools.describe(pool))
+            info = picture.pool_info(pool, self._state.pools.state_of(pool), 0)
             info.activity.operations += self._num_declared[pool]  # once, a declaration was an operation of its own
             info.config.ClearField("allow_too_few_blocks")  # was not there
             info.ClearField("weights_versions")  # was not there, either
             for group in info.groups:
                 group.ClearField("misses")  # nor was this
-            held = [_held(pool, each) for each in pool.sessions.values()]
+            held = [_held(each) for each in pool.sessions.values()]
             found[pool.config.name] = [_digest(info), held, _cached(pool)]
         return found
 
@@ -258,7 +254,7 @@ class Player:
             step.num_appended_tokens.append(appended)
             if appended > 0:
                 if "declare" not in row:
-                    content = self._contents[original_id(session), row["request"]]
+                    content = self._contents[session, row["request"]]
                 self._append(step, pool, content, before, appended)
         _put_columns(step, rows, len(pool.config.groups))
         return step
@@ -319,12 +315,17 @@ def _digest(*messages: Any) -> str:
     return hashlib.sha256(joined).hexdigest()[:8]
 
 
-def _held(pool: KVCacheManager, session: Session) -> str:
-    """Digest of what a process that resumes a session gets."""
-    resumption = wire_sessions.resumption_to_proto(pool, session)
-    resumption.protocol_version = 1  # as it was
-    resumption.config.ClearField("allow_too_few_blocks")  # was not there
-    return _digest(resumption)
+def _held(session: Session) -> str:
+    """Digest of a session's counters, quota and requests with their tables."""
+    holding = session.holding
+    quota = [holding.min_blocks, holding.max_blocks] if holding else []
+    held: list[Json] = [session.session_number, session.sequence, session.executed_sequence, quota]
+    for request in session.requests.values():
+        tables = [table.block_ids for table in request.tables]
+        last_hash = request.hashes[-1].hex() if request.hashes else ""
+        counts = [request.number, request.num_tokens, request.num_computed_tokens]
+        held.append([request.request_id, *counts, tables, request.lora_name or "", last_hash])
+    return hashlib.sha256(json.dumps(held).encode()).hexdigest()[:8]
 
 
 def _cached(pool: KVCacheManager) -> str:

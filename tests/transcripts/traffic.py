@@ -17,7 +17,9 @@ Row = dict[str, Any]
 MAX_TOKENS: Final = 160
 MAX_REQUESTS: Final = 10
 _LOOK_UPS: Final = ("LOOKUP_COUNTED_AT_ONCE", "LOOKUP_UNCOUNTED", "LOOKUP")
-_OK, _NO_BLOCKS, _HIT_CHANGED, _OVER_QUOTA = 0, 1, 3, 5
+_OK, _HIT_CHANGED = 0, 3
+_REFUSED = ([1], [5], [6])
+"""Outcomes of an operation that gets no blocks."""
 _ENDED: Final = ("LEASE_EXPIRED", "SESSION_EVICTED", "SESSION_CLOSED", "EPOCH_PASSED", "SESSION_NOT_FOUND")
 
 
@@ -79,9 +81,8 @@ class _Request:
 class _Session:
     """A session, as its scheduler knows it."""
 
-    first_id: str
-    number: int
     session_id: str
+    number: int
     sequence: int = 0
     num_kept: int = 0
     is_attached: bool = False
@@ -186,7 +187,7 @@ class Traffic:
         return {"do": "mark_executed", "session": session.session_id, "sequence": self._executed(session)}
 
     def _touch_session(self, _: _Pool, session: _Session) -> dict[str, Json]:
-        return {"do": "touch_session", "session": self._one_of(session.session_id, session.first_id, "none")}
+        return {"do": "touch_session", "session": self._one_of(session.session_id, session.session_id, "none")}
 
     def _expire(self, _: _Pool, __: _Session) -> dict[str, Json]:
         return {"do": "expire", "quarantine": self._one_of(0, 12)}
@@ -201,12 +202,6 @@ class Traffic:
 
     def _close_session(self, _: _Pool, session: _Session) -> dict[str, Json]:
         return {"do": "close_session", "session": self._one_of(session.session_id, f"s{self._num_opened // 2}")}
-
-    def _resume_session(self, _: _Pool, session: _Session) -> dict[str, Json]:
-        sequence = self._one_of(0, session.sequence, session.sequence, session.sequence + 1)
-        key = self._one_of("", "key-1", "key-2")
-        name = self._one_of(session.session_id, session.first_id)
-        return {"do": "resume_session", "session": name, "sequence": sequence, "key": key}
 
     def _stream(self, _: _Pool, session: _Session) -> dict[str, Json]:
         return {"do": "detach_stream" if session.is_attached else "attach_stream", "session": session.session_id}
@@ -228,7 +223,6 @@ class Traffic:
         *(_repeat,) * 4,
         *(_stream,) * 3,
         *(_close_session,) * 2,
-        *(_resume_session,) * 2,
         _evict_session,
         _end_quarantine,
         _of_pool,
@@ -394,7 +388,7 @@ class Traffic:
 
     def _read_opening(self, command: dict[str, Json], result: Json) -> None:
         if result[0] == command["session"]:  # otherwise the key found an earlier one
-            self._pools[command["pool"]].sessions.append(_Session(result[0], result[1], result[0]))
+            self._pools[command["pool"]].sessions.append(_Session(result[0], result[1]))
 
     def _read_expiry(self, _: dict[str, Json], result: Json) -> None:
         ended = [number for number, _ in result[0]]
@@ -430,16 +424,10 @@ class Traffic:
         elif do in ("drain", "undrain"):
             pool.is_drained = do == "drain"
 
-    def _read_resumption(self, command: dict[str, Json], result: Json) -> None:
-        for session in self._named(command["session"]):
-            if session.session_id != result[1]:
-                session.number, session.session_id = result[:2]
-
     _readers: Final = {
         "create_pool": _read_pool,
         "open_epoch": _read_pool,
         "open_session": _read_opening,
-        "resume_session": _read_resumption,
         "expire": _read_expiry,
         "close_session": _read_end,
         "evict_session": _read_end,
@@ -448,9 +436,9 @@ class Traffic:
     }
 
     def _named(self, session_id: str) -> list[_Session]:
-        """The session with this id, the first or the last one; empty if it has ended."""
+        """The session with this id; empty if it has ended."""
         sessions = [session for pool in self._pools.values() for session in pool.sessions]
-        return [session for session in sessions if session_id in (session.session_id, session.first_id)]
+        return [session for session in sessions if session.session_id == session_id]
 
     def _end(self, is_ended: Callable[[_Session], bool]) -> None:
         for pool in self._pools.values():
@@ -466,7 +454,7 @@ class Traffic:
                 continue
             session.sequence += 1
             session.num_kept += 1
-            session.is_short_of_blocks = any(answer[:1] in ([_NO_BLOCKS], [_OVER_QUOTA]) for answer in result[1:])
+            session.is_short_of_blocks = any(answer[:1] in _REFUSED for answer in result[1:])
             for row, answer in zip(command["rows"], result[1:], strict=True):
                 if row.get("request"):
                     self._read_row(session, row, [*answer, *(0, 0, 0, 0, [], [], 0)[len(answer) :]])

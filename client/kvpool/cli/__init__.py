@@ -22,7 +22,7 @@ _SECTIONS: Final = {
     "Try and plan": {
         "demo": "Show two schedulers that share one pool.",
         "plan": "Plan a model's KV cache from its config.json.",
-        "replay": "Replay a request trace or generated chats.",
+        "replay": "Count the hits of a request trace.",
         "export-trace": "Write the requests of a server's journal as a trace.",
     },
     "Look": {
@@ -39,7 +39,7 @@ _SECTIONS: Final = {
         "evict-session": "End a session and take its blocks back.",
         "set-weights-version": "State that engines compute with other weights now.",
         "remove-pool": "Remove a pool, so that its name is free again.",
-        "shard": "List the shards of a cluster; move their primaries.",
+        "shard": "Show the primary and its standbys; hand over.",
     },
 }
 """The commands with their summaries, by the heading in `kvpool --help`.
@@ -96,7 +96,10 @@ class _Group(click.Group):
         except click.ClickException as error:
             failure = error
         from kvpool.cli.logs import report  # noqa: PLC0415 - imported late, so that `health` is fast
+        from kvpool.cli.text import clean  # noqa: PLC0415 - as above
 
+        # Messages quote answers and files. Click declares the attribute as final.
+        vars(failure)["message"] = clean(failure.message)
         if not report(failure):
             raise failure
         return ctx.exit(failure.exit_code)

@@ -22,7 +22,7 @@ address_option: Final = together(
         envvar="KVPOOL_ADDRESS",
         show_envvar=True,
         metavar="ADDRESS",
-        help="Server address: host:port or unix:/path; several of a cluster, separated by commas.",
+        help="Server address: host:port or unix:/path; those of a primary and its standbys, separated by commas.",
     ),
     access_options(),
 )

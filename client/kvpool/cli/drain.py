@@ -8,7 +8,7 @@ import click
 
 from kvpool.cli.connection import connected, server_options
 from kvpool.cli.tables import print_answer
-from kvpool.cli.text import counted
+from kvpool.cli.text import counted, print_line
 from kvpool.client.admin import AdminClient
 from kvpool.core.errors import UnavailableError
 
@@ -81,10 +81,10 @@ def _wait_until_empty(client: AdminClient, pool: str, left: int, due_seconds: fl
     """Waits until no session is open, and prints how many are; returns the number of open sessions at the end."""
     while left and time.monotonic() < due_seconds:
         time.sleep(min(_POLL_SECONDS, max(due_seconds - time.monotonic(), 0.0)))
-        infos = client.overview(pool).pools
+        infos = client.overview().pools
         before, left = left, sum(info.sessions for info in infos if pool in ("", info.config.name))
         if left and left != before:
-            click.echo(f"{counted(left, 'session')} left", err=True)
+            print_line(f"{counted(left, 'session')} left", err=True)
     return left
 
 

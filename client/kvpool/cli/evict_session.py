@@ -5,7 +5,7 @@ import click
 from kvpool.cli.connection import connected, server_options
 from kvpool.cli.tables import print_answer
 from kvpool.cli.text import counted
-from kvpool.client.admin import SessionInfo
+from kvpool.v1.admin_pb2 import SessionInfo
 
 
 @click.command("evict-session")

@@ -1,8 +1,7 @@
 """`kvpool explain`."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -10,27 +9,40 @@ from typing import Any, Final
 import click
 
 from kvpool.cli.connection import connected, server_options
-from kvpool.cli.explain_hints import MEANINGS, end_sentence, hints, missed_tokens
+from kvpool.cli.json_file import read_json
 from kvpool.cli.options import file_option, usage_errors
 from kvpool.cli.tables import Column, print_json, print_table
-from kvpool.cli.text import counted, percent
-from kvpool.client import BlockHasher, ExtraKeys, KeyForm, NotFoundError, PoolInfo
-from kvpool.client.admin import (
-    AdminClient,
+from kvpool.cli.text import counted, percent, print_line
+from kvpool.client import BlockHasher, ExtraKeys, NotFoundError, PoolInfo
+from kvpool.client.admin import AdminClient
+from kvpool.client.request import checked_token_ids
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ids import GroupId
+from kvpool.v1.admin_pb2 import (
+    ExplainMissesResponse,
+    ExplainPromptResponse,
     GroupEnd,
-    MissCount,
-    MissesInfo,
-    PromptEnd,
     ScopeInfo,
     SessionInfo,
     UnexecutedBlocks,
 )
-from kvpool.client.request import checked_token_ids
-from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ids import GroupId
+from kvpool.v1.pool_pb2 import KEY_FORM_PLAIN, MissCount, MissReason
+from kvpool.wire.pools import config_from_proto, hash_scheme_from_proto
+from kvpool.wire.readable import word
 
 _MAX_TRIED: Final = 8
 """Maximum number of sessions, and of LoRAs, with which a prompt is tried besides its own."""
+
+MEANINGS: Final = {
+    MissReason.MISS_REASON_UNSEEN: "never cached, or lost too long ago to be known",
+    MissReason.MISS_REASON_EVICTED: "evicted",
+    MissReason.MISS_REASON_RESET: "lost by a reset or a new epoch",
+    MissReason.MISS_REASON_OTHER_SCOPE: "cached under another weights version or namespace",
+    MissReason.MISS_REASON_NOT_EXECUTED: "cached, but its step is not reported as executed",
+    MissReason.MISS_REASON_NOT_KEPT: "the group keeps nothing at this length",
+    MissReason.MISS_REASON_ALIGNMENT: "shorter than a block of the group with the largest blocks",
+    MissReason.MISS_REASON_SEARCH_LIMIT: "the search reached its maximum number of tries",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +63,10 @@ class _Prompt:
 _MISS_COLUMNS: Final[tuple[Column[tuple[int, str, MissCount]], ...]] = (
     Column("GROUP", lambda row: str(row[0])),
     Column("KIND", lambda row: row[1], is_text=True),
-    Column("REASON", lambda row: row[2].reason.value, is_text=True),
+    Column("REASON", lambda row: word(MissReason, row[2].reason), is_text=True),
     Column("LOOK-UPS", lambda row: f"{row[2].lookups:,}"),
     Column("TOKENS", lambda row: f"{row[2].tokens:,}"),
-    Column("MEANING", lambda row: MEANINGS[row[2].reason], is_text=True),
+    Column("MEANING", lambda row: _meaning(row[2].reason), is_text=True),
 )
 _SCOPE_COLUMNS: Final[tuple[Column[ScopeInfo], ...]] = (
     Column("WEIGHTS VERSION", lambda scope: scope.weights_version or "none", is_text=True),
@@ -75,7 +87,7 @@ _END_COLUMNS: Final[tuple[Column[tuple[int, str, GroupEnd]], ...]] = (
     Column("BLOCK", lambda row: f"{row[2].span_tokens:,}"),
     Column("HIT", lambda row: f"{row[2].num_tokens:,}"),
     Column("OF", lambda row: f"{row[2].max_tokens:,}"),
-    Column("REASON", lambda row: row[2].reason.value if row[2].reason else "-", is_text=True),
+    Column("REASON", lambda row: word(MissReason, row[2].reason) if row[2].reason else "-", is_text=True),
 )
 
 
@@ -115,7 +127,7 @@ def explain(  # noqa: PLR0913 - one per option
 
 
 def _find(client: AdminClient, pool: str) -> PoolInfo:
-    info = next((info for info in client.overview(pool).pools if info.config.name == pool), None)
+    info = next((info for info in client.overview().pools if info.config.name == pool), None)
     if info is None:
         raise NotFoundError("POOL_NOT_FOUND", f"no pool {pool!r}", field="pool_name")
     return info
@@ -123,7 +135,7 @@ def _find(client: AdminClient, pool: str) -> PoolInfo:
 
 def _read_tokens(path: Path) -> list[int]:
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json(path)
         if not isinstance(found, list) or not found:
             raise click.BadParameter(f"{path} contains no JSON list of token ids", param_hint="--tokens")
         return checked_token_ids(found)
@@ -133,97 +145,74 @@ def _read_tokens(path: Path) -> list[int]:
         raise click.BadParameter(f"{path}: {error}", param_hint="--tokens") from None
 
 
-def _explain_pool(info: PoolInfo, facts: MissesInfo, *, as_json: bool) -> None:
-    rows = [(i, group.kind, miss) for i, group in enumerate(info.groups) for miss in group.misses]
-    counters = info.prefix_cache
+def _explain_pool(info: PoolInfo, facts: ExplainMissesResponse, *, as_json: bool) -> None:
     if as_json:
-        groups = [
-            {"kind": group.kind, "span_tokens": span, "misses": [asdict(miss) for miss in group.misses]}
-            for group, span in zip(info.groups, info.config.spans_tokens, strict=True)
-        ]
-        print_json(
-            {
-                "pool": info.config.name,
-                "epoch": info.epoch,
-                "lookups": counters.requests + counters.preempted_requests,
-                "missed_tokens": missed_tokens(info),
-                "resets": counters.resets,
-                "evicted_blocks": info.evicted_blocks,
-                "remembered_evictions": facts.remembered_evictions,
-                "hit_alignment_tokens": info.config.hit_alignment,
-                "groups": groups,
-                "scopes": facts.scopes,
-                "unexecuted": facts.unexecuted,
-                "hints": hints(info, facts),
-            }
-        )
+        facts.hash_scheme.ClearField("none_hash")
+        print_json({"pool": info, "misses": facts})
         return
+    rows = [(i, group.kind, miss) for i, group in enumerate(info.groups) for miss in group.misses]
+    missed_tokens = sum(miss.tokens for _, _, miss in rows)
+    counters = info.prefix_cache
     lookups, queried = counters.requests + counters.preempted_requests, counters.queries_tokens
     share = percent(counters.hits_tokens / queried) if queried else "-"
-    click.echo(
+    print_line(
         f"pool {info.config.name}: {counted(lookups, 'look-up')}, {share} of the tokens hit, "
-        f"{missed_tokens(info):,} tokens missed; epoch {info.epoch}, {counted(counters.resets, 'reset')}, "
+        f"{missed_tokens:,} tokens missed; epoch {info.epoch}, {counted(counters.resets, 'reset')}, "
         f"{info.evicted_blocks:,} of {info.config.num_blocks - 1:,} blocks evicted so far"
     )
     _print_tables((_MISS_COLUMNS, rows), (_SCOPE_COLUMNS, facts.scopes), (_UNEXECUTED_COLUMNS, facts.unexecuted))
-    for hint in hints(info, facts):
-        click.echo(f"- {hint}")
 
 
 def _print_tables(*tables: tuple[Sequence[Column[Any]], Sequence[object]]) -> None:
     """Prints the tables that have rows, each with an empty line around it."""
     for columns, rows in tables:
         if rows:
-            click.echo()
+            print_line()
             print_table(columns, rows)
-    click.echo()
+    print_line()
 
 
 def _explain_prompt(client: AdminClient, info: PoolInfo, prompt: _Prompt, *, as_json: bool) -> None:
     end = _look_up(client, info, prompt)
-    longest = end.hit_tokens + (end.miss[2] if end.miss else 0)
+    longest = end.hit_tokens + end.miss.num_tokens
     better = list(_others_that_hit(client, info, prompt, end.hit_tokens)) if end.hit_tokens < longest else []
-    kinds = [group.kind for group in info.groups]
     if as_json:
         print_json(
             {
-                "pool": info.config.name,
+                "pool_name": info.config.name,
                 "session_number": prompt.session_number,
                 "num_tokens": len(prompt.token_ids),
-                "hit_tokens": end.hit_tokens,
-                "longest_hit_tokens": longest,
-                "miss": None if end.miss is None else {"group_id": end.miss[0], "reason": end.miss[1]},
-                "groups": [{"kind": kind, **asdict(each)} for kind, each in zip(kinds, end.groups, strict=True)],
+                "end": end,
                 "others": [{"with": label, "hit_tokens": hit_tokens} for label, hit_tokens in better],
             }
         )
         return
     reader = f"session {prompt.session_number}" if prompt.session_number else "a session without namespace"
     length = counted(len(prompt.token_ids), "token")
-    click.echo(f"{length} as {reader}: a hit of {end.hit_tokens:,} tokens; a hit can cover {longest:,}")
-    _print_tables(
-        (_END_COLUMNS, [(i, kind, each) for i, (kind, each) in enumerate(zip(kinds, end.groups, strict=True))])
-    )
-    if end.miss:
-        group_id, reason, num_tokens = end.miss
-        click.echo(f"- group {group_id} ends the hit, {num_tokens:,} tokens early: {MEANINGS[reason]}")
+    print_line(f"{length} as {reader}: a hit of {end.hit_tokens:,} tokens; a hit can cover {longest:,}")
+    _print_tables((_END_COLUMNS, [(i, info.groups[i].kind, each) for i, each in enumerate(end.groups)]))
+    if end.HasField("miss"):
+        miss = end.miss
+        print_line(f"- group {miss.group_id} ends the hit, {miss.num_tokens:,} tokens early: {_meaning(miss.reason)}")
+    shared_tokens = max(each.num_tokens for each in end.groups)
     for i, each in enumerate(end.groups):
-        click.echo(f"- {end_sentence(GroupId(i), each)}")
+        print_line(f"- {end_sentence(GroupId(i), each, shared_tokens)}")
     for label, hit_tokens in better:
-        click.echo(f"- {label}, the same tokens hit {hit_tokens:,}")
+        print_line(f"- {label}, the same tokens hit {hit_tokens:,}")
 
 
-def _look_up(client: AdminClient, info: PoolInfo, prompt: _Prompt) -> PromptEnd:
+def _look_up(client: AdminClient, info: PoolInfo, prompt: _Prompt) -> ExplainPromptResponse:
     """Hashes the prompt as its session does, and looks it up.
 
     Raises:
         ValueError: The hash algorithm is not known here, or the hashes of the session are secret.
     """
     name, number = info.config.name, prompt.session_number
-    scheme = client.explain_misses(name, number).hash_scheme
-    if info.config.enable_caching and not scheme.none_hash:
+    scheme = hash_scheme_from_proto("hash_scheme", client.explain_misses(name, number).hash_scheme)
+    config = config_from_proto(info.config)
+    if config.enable_caching and not scheme.none_hash:
         raise ValueError(f"the token of session {number} has a salt, so its hashes are secret; name another --session")
-    hasher = BlockHasher(scheme, info.config.hash_block_size)
+    hasher = BlockHasher(scheme, config.hash_block_size)
     hashes: list[Any] = []
     hasher.extend(hashes, prompt.token_ids, prompt.keys)
     return client.explain_prompt(name, len(prompt.token_ids), hashes, number)
@@ -246,14 +235,14 @@ def _others_that_hit(
 
 
 def _variants(
-    prompt: _Prompt, sessions: Iterable[SessionInfo], loras: Iterable[str], key_form: KeyForm
+    prompt: _Prompt, sessions: Iterable[SessionInfo], loras: Iterable[str], key_form: int
 ) -> Iterator[tuple[str, _Prompt]]:
     keys = prompt.keys
     if keys.cache_salt is not None:
         yield "without the salt", replace(prompt, keys=replace(keys, cache_salt=None))
     if keys.lora_name is not None:
         yield "without the LoRA", replace(prompt, keys=replace(keys, lora_name=None, lora_path=""))
-    paths = ("",) if key_form is KeyForm.PLAIN else dict.fromkeys(("", keys.lora_path))
+    paths = ("",) if key_form == KEY_FORM_PLAIN else dict.fromkeys(("", keys.lora_path))
     for lora in islice((lora for lora in loras if lora and lora != keys.lora_name), _MAX_TRIED):
         for path in paths:
             yield f"with LoRA {lora}", replace(prompt, keys=replace(keys, lora_name=lora, lora_path=path))
@@ -262,3 +251,31 @@ def _variants(
             version = f" (weights version {session.weights_version})" if session.weights_version else ""
             label = f"as session {session.session_number}{version}"
             yield label, replace(prompt, session_number=session.session_number)
+
+
+def _meaning(reason: MissReason.ValueType) -> str:
+    return MEANINGS.get(reason, "for a reason of a newer server")
+
+
+def end_sentence(group_id: GroupId, end: GroupEnd, shared_tokens: int = 0) -> str:
+    """Says why a group ends a look-up, with what is known of the block that it lacks.
+
+    Of a window or state that is not kept this also says up to where it is; another group has `shared_tokens`.
+    """
+    if not end.HasField("missing_block"):
+        return f"group {group_id} has all {end.max_tokens:,} tokens that a hit can cover"
+    first = end.missing_block * end.span_tokens
+    lacks = f"group {group_id} lacks block {end.missing_block:,}, tokens {first:,} to {first + end.span_tokens - 1:,}"
+    details = []
+    if end.reason == MissReason.MISS_REASON_NOT_KEPT:
+        kept = f"the last one that is kept ends at {end.num_tokens:,}" if end.num_tokens else "none is kept up to there"
+        details.append(
+            f"the prompt equals a cached prefix up to {shared_tokens:,} tokens; of its windows or states {kept}"
+        )
+    if end.weights_versions:
+        details.append(f"weights versions {', '.join(version or 'none' for version in end.weights_versions)} have it")
+    if end.is_in_other_namespace:
+        details.append("another namespace has it")
+    if end.filling_session_number:
+        details.append(f"session {end.filling_session_number} fills it")
+    return f"{lacks}: {'; '.join([_meaning(end.reason), *details])}"

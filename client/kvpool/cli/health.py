@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cli.access import access_options, current_access
 from kvpool.cli.options import usage_errors
+from kvpool.cli.text import print_line
 from kvpool.wire.address import DEFAULT_ADDRESS, parse_seeds
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.unreachable import explained
@@ -58,7 +59,7 @@ def health(
             if _serves(other, service, timeout_seconds):
                 return
         except click.ClickException as error:
-            click.echo(error.message, err=True)
+            print_line(error.message, err=True)
     ctx.exit(0 if _serves(last, service, timeout_seconds) else 1)
 
 
@@ -73,7 +74,7 @@ def _serves(address: str, service: str, timeout_seconds: float) -> bool:
             status = status_of(current_access(), address, service, timeout_seconds)
     except grpc.RpcError as error:
         raise click.ClickException(f"{address}: {_describe(error, service, timeout_seconds)}") from error
-    click.echo(f"{address}: {status}")
+    print_line(f"{address}: {status}")
     return status == SERVING
 
 

@@ -1,6 +1,8 @@
 """`kvpool worker --lend`: a rank whose memory engines declare and map."""
 
 import asyncio
+import contextlib
+import logging
 import signal
 import socket
 from dataclasses import dataclass, fields
@@ -13,6 +15,8 @@ from click.core import ParameterSource
 from kvpool.cli.endpoints import Endpoints
 from kvpool.cli.model import ModelFlags
 from kvpool.cli.options import together, usage_errors
+from kvpool.client.connection import connect_as
+from kvpool.core.errors import KvpoolError
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.wire.address import check_address
@@ -21,6 +25,7 @@ from kvpool.wire.channels import ClientCredentials
 if TYPE_CHECKING:
     from kvpool.gpu_worker.lent_rank import LentRank
 
+_log = logging.getLogger("kvpool.worker")
 lending_options: Final = together(
     click.option(
         "--lend",
@@ -49,6 +54,8 @@ lending_options: Final = together(
 )
 """Adds the options of `LendingFlags`."""
 
+_LOOK_SECONDS: Final = 1.0
+"""How long a lender waits at its start for what the server knows of its pool."""
 _PLANNED: Final = ("model", "reuse_order", "no_caching", "events", "layout", *(f.name for f in fields(ModelFlags)))
 """Options that engines declare instead."""
 
@@ -105,6 +112,7 @@ class LendingFlags:
             memory_folder(settings, self.lend_folder) as folder,
             listening(self._path) as listener,
         ):
+            _warn_if_declared(settings)
             rank = LentRank(settings, folder, on_status)
             with endpoints.metrics_served(WorkerCollector(rank, settings)):
                 asyncio.run(self._lend(listener, rank, token))
@@ -136,3 +144,15 @@ class LendingFlags:
         if not token:
             raise click.ClickException(f"--lend-token-file: {self.lend_token_file} is empty")
         return token
+
+
+def _warn_if_declared(settings: WorkerSettings) -> None:
+    """Logs that engines with memory of their own have the pool. Says nothing if the server does not answer at once."""
+    with (
+        contextlib.suppress(KvpoolError, ValueError),  # the rank reports them
+        connect_as(settings.access, settings.server, _LOOK_SECONDS) as client,
+    ):
+        if not client.get_pool(settings.pool).ranks:
+            remedy = "end its engines, then kvpool remove-pool frees its name; or lend for a pool of another name"
+            error = f"engines with memory of their own have this pool, which takes no ranks: {remedy}"
+            _log.warning("pool cannot be lent", extra={"pool": settings.pool, "rank": settings.rank, "error": error})

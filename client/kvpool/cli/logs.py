@@ -15,6 +15,7 @@ from pythonjsonlogger.core import LogData
 from pythonjsonlogger.json import JsonFormatter
 
 from kvpool.cli.options import together
+from kvpool.cli.text import clean
 from kvpool.wire.log_fields import fields_of, format_fields
 from kvpool.wire.log_queue import LogQueue
 
@@ -79,7 +80,11 @@ class ConsoleLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name in logging
         """Formats the line without a traceback."""
-        return super().formatMessage(record) + format_fields(fields_of(record))
+        return clean(super().formatMessage(record)) + format_fields(fields_of(record))
+
+    def formatException(self, ei: Any) -> str:  # noqa: ANN401, N802 - as in logging
+        """Formats a traceback, whose last lines may quote what others sent."""
+        return "\n".join(map(clean, super().formatException(ei).splitlines()))
 
 
 class JsonLines(JsonFormatter):

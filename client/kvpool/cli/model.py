@@ -1,6 +1,5 @@
 """Options of the model and its ranks, which `plan` and `worker` share."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, Final
 
 import click
 
+from kvpool.cli.json_file import read_json
 from kvpool.cli.options import together
 from kvpool.core.ids import MAX_TOKENS
 from kvpool.models.config import Model, ModelOptions, derive_model
@@ -196,7 +196,7 @@ class ModelFlags:
             "max_num_encoder_input_tokens": encoder_tokens,
             "num_blocks_override": self.num_blocks or 0,
             "disable_hybrid_kv_cache_manager": self.no_hybrid,
-            "block_outermost": self.block_outermost,
+            "block_outermost": self.block_outermost or model.packs_pages,
             "decode_context_parallel_size": self.dcp,
         }
 
@@ -208,14 +208,11 @@ def read_object(path: Path) -> dict[str, object]:
         click.UsageError: The file cannot be read, or has no JSON object.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
-        if not text.strip():
-            raise click.UsageError(f"{path}: empty file")
-        data = json.loads(text, object_pairs_hook=_without_repeats)
+        data = read_json(path)
     except OSError as error:
         raise click.UsageError(f"{path}: {error.strerror}{_model_hint(path)}") from error
-    except (ValueError, RecursionError) as error:
-        raise click.UsageError(f"{str(path)!r}: not JSON: {error}") from error
+    except ValueError as error:
+        raise click.UsageError(f"{str(path)!r}: {error}") from error
     if not isinstance(data, dict):
         raise click.UsageError(f"{path}: not a JSON object")
     return data
@@ -226,11 +223,3 @@ def _model_hint(path: Path) -> str:
     if path.exists() or path.suffix == ".json" or not _MODEL_NAME.fullmatch(str(path)):
         return ""
     return f"; kvpool downloads no models: run `hf download {path} config.json`, and give the path that it prints"
-
-
-def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} occurs twice in an object")
-    return entries

@@ -7,10 +7,9 @@ from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Final
 
-import click
-
 from kvpool.cli.plan_limits import Load, hit_multiple_tokens, loads, num_request_blocks
 from kvpool.cli.tables import Column, print_facts, print_table
+from kvpool.cli.text import print_line
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
@@ -135,9 +134,9 @@ def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
     Four figures: bytes per token that stay, bytes per token while it is in a window, bytes of states per request of
     any length (including states of drafts), and bytes per token of an encoder's output.
     """
-    figures = dict.fromkeys(_USES, 0)
+    figures = dict.fromkeys(_USES, 0.0)
     for spec in specs:
-        token_bytes = spec.content_size_bytes // spec.block_size
+        token_bytes = spec.content_size_bytes / spec.block_size
         if isinstance(spec, MambaSpec | CircularBufferSpec):
             figures["state_bytes_per_request"] += spec.content_size_bytes * (1 + num_draft_blocks(spec))
         elif isinstance(spec, CrossAttentionSpec):
@@ -146,7 +145,7 @@ def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
             figures["windowed_kv_bytes_per_token"] += token_bytes
         elif spec.keeps_tokens:
             figures["kv_bytes_per_token"] += token_bytes
-    return figures
+    return {use: int(size) for use, size in figures.items()}
 
 
 def kv_dtypes(model: Model) -> list[str]:
@@ -241,16 +240,19 @@ def print_tables(planned: PlannedModel) -> None:
     """Prints the plan as tables."""
     _print_summary(planned)
     if planned.plan.groups:
-        click.echo("\ngroups: tokens and page size per block, blocks per request")
+        print_line()
+        print_line("groups: tokens and page size per block, blocks per request")
         _print_groups(planned)
-        click.echo("\nrequests at once, by length")
+        print_line()
+        print_line("requests at once, by length")
         _print_loads(planned)
-        click.echo("\nranks")
+        print_line()
+        print_line("ranks")
         _print_ranks(planned)
     for sentence in planned.model.notes:
-        click.echo(f"note: {sentence}")
+        print_line(f"note: {sentence}")
     for sentence in planned.warnings():
-        click.echo(f"warning: {sentence}")
+        print_line(f"warning: {sentence}")
 
 
 def _print_summary(planned: PlannedModel) -> None:

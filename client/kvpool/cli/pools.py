@@ -1,18 +1,20 @@
-"""`kvpool pools`, and pools as columns of a table and as JSON."""
+"""`kvpool pools`, and pools as columns of a table."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 import click
 
 from kvpool.cli.connection import connected, server_options
 from kvpool.cli.tables import Column, print_json, print_table
-from kvpool.cli.text import percent
-from kvpool.client import PoolInfo, RankInfo, RankState
+from kvpool.cli.text import percent, print_line
+from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
+from kvpool.wire.pools import config_from_proto
+from kvpool.wire.readable import word
 
 COLUMNS: Final[tuple[Column[PoolInfo], ...]] = (
     Column("POOL", lambda info: info.config.name, is_text=True),
-    Column("STATE", lambda info: info.state.value, is_text=True),
+    Column("STATE", lambda info: word(PoolState, info.state), is_text=True),
     Column("EPOCH", lambda info: str(info.epoch)),
     Column("BLOCKS", lambda info: f"{usable_blocks(info):,}"),
     Column("USED", lambda info: percent(info.usage)),
@@ -35,16 +37,16 @@ def pools(*, address: str, as_json: bool) -> None:
     with connected(address) as client:
         overview = client.overview()
     if as_json:
-        print_json({"server": overview.server, "pools": [pool_json(info) for info in overview.pools]})
+        print_json({"server": overview.server, "pools": list(overview.pools)})
         return
     print_table(pool_columns(overview.pools), overview.pools)
     for info in overview.pools:
-        if info.config.rare_hits:
-            click.echo(f"warning: pool {info.config.name}: {info.config.rare_hits}", err=True)
+        if info.config.groups and (rare_hits := config_from_proto(info.config).rare_hits):
+            print_line(f"warning: pool {info.config.name}: {rare_hits}", err=True)
     if overview.server.draining:
-        click.echo("the server takes no new sessions: it is drained, or stops", err=True)
+        print_line("the server takes no new sessions: it is drained, or stops", err=True)
     if overview.server.journal_error:
-        click.echo(f"the journal is down: {overview.server.journal_error}", err=True)
+        print_line(f"the journal is down: {overview.server.journal_error}", err=True)
 
 
 def pool_columns(infos: Sequence[PoolInfo]) -> tuple[Column[PoolInfo], ...]:
@@ -82,38 +84,6 @@ def empty_share(info: PoolInfo) -> float:
     return info.free_blocks / (usable_blocks(info) or 1) - cached_share(info)
 
 
-def pool_json(info: PoolInfo) -> dict[str, Any]:
-    """Returns a pool as JSON. Names and counts are those of the metrics."""
-    usable = usable_blocks(info)
-    return {
-        "name": info.config.name,
-        "state": info.state,
-        "epoch": info.epoch,
-        "memory_id": info.memory_id,
-        "fingerprint": dict(info.fingerprint),
-        "weights_versions": info.weights_versions,
-        "blocks": usable,
-        "free_blocks": info.free_blocks,
-        "used_blocks": usable - info.free_blocks,
-        "cached_blocks": info.cached_blocks,
-        "quarantined_blocks": info.quarantined_blocks,
-        "quarantined_sessions": info.quarantined_sessions,
-        "usage_ratio": info.usage,
-        "max_model_len": info.config.max_model_len,
-        "hit_alignment_tokens": info.config.hit_alignment,
-        "sessions": info.sessions,
-        "running_requests": info.running_requests,
-        "waiting_requests": info.requests - info.running_requests,
-        "recent_hit_ratio": info.recent_hit_rate,
-        "evicted_blocks": info.evicted_blocks,
-        "preemptions": info.preemptions,
-        "prefix_cache": info.prefix_cache,
-        "activity": info.activity,
-        "groups": info.groups,
-        "ranks": info.ranks,
-    }
-
-
 def _ready_ranks(ranks: Sequence[RankInfo]) -> str:
-    ready = sum(rank.state is RankState.READY for rank in ranks)
+    ready = sum(rank.state == RankState.RANK_STATE_READY for rank in ranks)
     return f"{ready}/{len(ranks)}" if ranks else "-"

@@ -1,6 +1,5 @@
 """`kvpool requests`."""
 
-from dataclasses import asdict
 from itertools import islice
 from typing import Final
 
@@ -9,7 +8,8 @@ import click
 from kvpool.cli.connection import connected, limit_option, server_options
 from kvpool.cli.sessions import blocks_by_group
 from kvpool.cli.tables import Column, print_json, print_table
-from kvpool.client.admin import RequestInfo
+from kvpool.v1.admin_pb2 import RequestInfo
+from kvpool.wire.readable import message_json
 
 COLUMNS: Final[tuple[Column[tuple[str, RequestInfo]], ...]] = (
     Column("SESSION", lambda row: str(row[1].session_number)),
@@ -38,6 +38,6 @@ def requests(*, pool: str | None, session_number: int | None, limit: int | None,
         every = ((name, info) for name in names for info in client.requests(name, session_number or 0))
         found = list(islice(every, limit))
     if as_json:
-        print_json({"requests": [{"pool_name": name, **asdict(info)} for name, info in found]})
+        print_json({"requests": [{"pool_name": name, **message_json(info)} for name, info in found]})
     else:
         print_table(COLUMNS, found)

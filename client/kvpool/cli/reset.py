@@ -5,6 +5,7 @@ import click
 from kvpool.cli.connection import connected, server_options
 from kvpool.cli.sessions import session_columns
 from kvpool.cli.tables import print_json, print_table
+from kvpool.cli.text import print_line
 
 
 @click.command()
@@ -19,10 +20,10 @@ def reset(ctx: click.Context, *, pool: str, address: str, as_json: bool) -> None
     with connected(address) as client:
         holders = client.reset_prefix_cache(pool)
     if as_json:
-        print_json({"reset": not holders, "holders": holders})
+        print_json({"reset": not holders, "holders": list(holders)})
     elif holders:
-        click.echo(f"pool {pool} is in use, nothing was dropped; these hold blocks:", err=True)
+        print_line(f"pool {pool} is in use, nothing was dropped; these hold blocks:", err=True)
         print_table(session_columns(holders), holders)
     else:
-        click.echo(f"pool {pool}: prefix cache reset")
+        print_line(f"pool {pool}: prefix cache reset")
     ctx.exit(1 if holders else 0)

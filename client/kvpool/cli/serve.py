@@ -3,27 +3,31 @@
 import asyncio
 import logging
 import os
+import socket
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import click
+from click.core import ParameterSource
 
 from kvpool.cli.logs import log_options, start_logging
 from kvpool.cli.options import as_given, usage_errors
-from kvpool.cli.serve_options import SectionedCommand, auth_options, cluster_options, events_options, limits_options
+from kvpool.cli.serve_options import SectionedCommand, auth_options, cluster_options, limits_options
 from kvpool.cli.settings import config_option, config_options, take_config
+from kvpool.cli.text import print_line
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server import app
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
 from kvpool.server.config import MetricsConfig, ServerConfig, TracingConfig
-from kvpool.server.events.config import EventsConfig
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import Limits
-from kvpool.server.preflight import find_problems
+from kvpool.server.preflight import check_folder, find_problems
 from kvpool.wire.log_queue import LogQueue
 
 _DEFAULTS = ServerConfig()
@@ -102,8 +106,10 @@ _log = logging.getLogger("kvpool.server")
     default="",
     show_default=False,
     metavar="FOLDER",
-    help="Write a journal of all changes to this folder, so that a killed server keeps its state. Off by default.",
+    help="Write a journal of all changes to this folder, so that a killed server keeps its state. Default: a folder "
+    "of host and first address in $XDG_STATE_HOME/kvpool (~/.local/state/kvpool), or none if its port is 0.",
 )
+@click.option("--no-journal", is_flag=True, help="Write no journal, also where a weaker source sets --journal.")
 @config_options(_DEFAULTS.journal, "journal_", max_bytes="Maximum size of the journal's files.")
 @click.option(
     "--past-epoch",
@@ -115,7 +121,6 @@ _log = logging.getLogger("kvpool.server")
 @auth_options
 @cluster_options
 @limits_options
-@events_options
 @log_options
 def serve(
     log_level: str,
@@ -132,6 +137,7 @@ def serve(
     past_epoch = settings.pop("past_epoch")
     if past_epoch is None and (behind_seconds := RELEASED_SECONDS - time.time()) > 0:
         _log.warning("clock is behind, epochs may repeat", extra={"seconds": round(behind_seconds)})
+    settings["journal"] = _journal_folder(settings["journal"], settings["listen"], is_off=settings.pop("no_journal"))
     with usage_errors():
         config = ServerConfig(
             addresses=settings.pop("listen"),
@@ -141,7 +147,6 @@ def serve(
             tracing=take_config(settings, TracingConfig, "trace_", endpoint="otlp_traces_endpoint"),
             leases=take_config(settings, LeaseBounds),
             journal=take_config(settings, JournalConfig, "journal_", folder="journal"),
-            events=take_config(settings, EventsConfig, "events_", pools="events_pool", replay_framing="replay_framing"),
             limits=take_config(settings, Limits),
             auth=take_config(settings, AuthConfig),
             cluster=take_config(settings, ClusterConfig, url="cluster"),
@@ -151,6 +156,8 @@ def serve(
         _report(find_problems(config))
         return
     try:
+        if config.journal.folder:
+            check_folder(Path(config.journal.folder))
         exit_ = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except (OSError, ValueError) as error:
         raise click.ClickException(as_given(str(error))) from error
@@ -159,12 +166,32 @@ def serve(
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the program itself
 
 
+def _journal_folder(given: str, addresses: Sequence[str], *, is_off: bool) -> str:
+    """The journal's folder, by default one of the first address on this host; empty for none.
+
+    A server on any free port has none by default: its clients and ranks do not find the next one.
+    """
+    if is_off:
+        source = click.get_current_context().get_parameter_source
+        order = (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP)
+        return given if given and order.index(source("journal")) < order.index(source("no_journal")) else ""
+    address = next(iter(addresses), ":0")
+    if given or address.endswith(":0"):
+        return given
+    state = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if not state.is_absolute():
+        state = Path(os.environ.get("HOME", "/"), ".local", "state")
+    if address.startswith("unix:"):  # a folder for each of its parts
+        address = str(Path("unix", *Path(address.removeprefix("unix:")).resolve().parts[1:]))
+    return str(state / "kvpool" / socket.gethostname() / address)  # several hosts may share a home
+
+
 def _report(problems: list[str]) -> None:
     for problem in problems:
-        click.echo(f"Error: {as_given(problem)}", err=True)
+        print_line(f"Error: {as_given(problem)}", err=True)
     if problems:
         sys.exit(1)
-    click.echo("the settings are valid")
+    print_line("the settings are valid")
 
 
 def _seconds_since_2025() -> int:

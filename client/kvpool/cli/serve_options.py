@@ -1,4 +1,4 @@
-"""Options of `kvpool serve` for authentication, events and limits."""
+"""Options of `kvpool serve` for authentication, clusters and limits."""
 
 from typing import Final
 
@@ -8,7 +8,6 @@ from kvpool.cli.options import file_option, together
 from kvpool.cli.settings import config_options
 from kvpool.server.auth.config import PLAINTEXT_KINDS
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS
 from kvpool.wire.address import DEFAULT_SOCKET_MODE
 
@@ -22,7 +21,6 @@ _SECTIONS: Final = {
     "tls_cert": "TLS and tokens",
     "cluster": "Cluster",
     "max_step_operations": "Limits on clients",
-    "events_pool": "Block events over ZeroMQ",
     "log_level": "Logs and help",
 }
 """By its first option: the heading of each section of `kvpool serve --help`."""
@@ -85,7 +83,7 @@ cluster_options: Final = together(
         show_default=False,
         metavar="URL",
         help="Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/CLUSTER says who is the "
-        "primary. Needs --journal. Off by default; see docs/how-to/high-availability.md.",
+        "primary. Needs a journal. Off by default; see docs/how-to/high-availability.md.",
     ),
     config_options(ClusterConfig(), etcd_user="User of etcd, if etcd requires one."),
     file_option("--etcd-password-file", "Password of --etcd-user."),
@@ -102,7 +100,6 @@ cluster_options: Final = together(
         ClusterConfig(),
         shard="Name of the shard. Servers with the same name hold the same pools.",
         standbys="Number of standbys that the shard should have; fewer are reported as missing.",
-        zone="Zone of this server: machines of one zone may fail together.",
         claim_term="Begin this term, whatever the directory holds: the way out when the directory or all other servers "
         "of the shard are lost. No effect once a server has seen the term.",
         replication_listen="Address at which standbys connect, host:port.",
@@ -117,31 +114,6 @@ cluster_options: Final = together(
     file_option("--replication-tls-ca", "Connect to the primary with TLS; these authorities signed its certificate."),
 )
 """Adds the options of `ClusterConfig`."""
-
-events_options: Final = together(
-    click.option(
-        "--events-pool",
-        multiple=True,
-        metavar="POOL",
-        help="Publish this pool. Can be repeated, in the order of ports. Default: all pools, in order of creation.",
-    ),
-    config_options(
-        EventsConfig(),
-        "events_",
-        endpoint="Publish block events over ZeroMQ, as vLLM does. tcp://*:5557 and ipc://PATH are bound, and each "
-        "further pool uses the next port; tcp://HOST:5557 is connected to. Off by default. Needs the extra 'events'.",
-        replay_endpoint="Serve replays and snapshots of events, for example on tcp://*:5657. Off by default.",
-        topic="Topic of the messages; {pool} and {host} are replaced.",
-        hashes="Block hashes as the integer of their last 8 bytes, or in full.",
-        removed="Report a hash as removed with its last block or, as in vLLM, with each block.",
-        buffer_batches="Number of batches kept for replay, and limit of the queue of a slow subscriber.",
-        heartbeat_seconds="Publish an empty batch after this time without events; 0: never.",
-    ),
-    config_options(
-        EventsConfig(), replay_framing="Replay batches with their topic, as in vLLM 0.26 and later, or without."
-    ),
-)
-"""Adds the options of `EventsConfig`."""
 
 LIMITS_HELP: Final = {
     "max_step_operations": "Maximum operations of a step.",

@@ -9,7 +9,7 @@ import click
 from kvpool.cli.connection import connected, limit_option, server_options
 from kvpool.cli.tables import Column, print_json, print_table
 from kvpool.cli.text import duration
-from kvpool.client.admin import SessionInfo
+from kvpool.v1.admin_pb2 import SessionInfo
 
 COLUMNS: Final[tuple[Column[SessionInfo], ...]] = (
     Column("SESSION", lambda info: str(info.session_number)),

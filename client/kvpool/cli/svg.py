@@ -7,6 +7,8 @@ from typing import Final
 
 import click
 
+from kvpool.cli.text import clean
+
 _STYLE: Final = """\
 text { font: 12px sans-serif; fill: #202124; text-anchor: middle; }
 .title { font-weight: bold; }
@@ -21,15 +23,15 @@ text { font: 12px sans-serif; fill: #202124; text-anchor: middle; }
 
 def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     """Returns an SVG document with a title above its parts, whose classes are those of the style."""
-    body = "\n".join(parts)
+    body, title = "\n".join(parts), escape(clean(title))
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img"
     width="{width}" height="{height}">
-<title>{escape(title)}</title>
+<title>{title}</title>
 <style>
 {_STYLE}
 </style>
 <rect width="{width}" height="{height}" fill="#ffffff"/>
-<text x="{width // 2}" y="22" class="title">{escape(title)}</text>
+<text x="{width // 2}" y="22" class="title">{title}</text>
 {body}
 </svg>
 """

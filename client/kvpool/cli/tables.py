@@ -7,12 +7,14 @@ from enum import Enum
 from typing import Any, Final, Generic, TypeVar
 
 import click
+from google.protobuf.message import Message
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.cli.text import clean, fit
+from kvpool.cli.text import clean, fit, print_line
+from kvpool.wire.readable import message_json
 
 _RowT = TypeVar("_RowT")
 
@@ -69,11 +71,11 @@ def make_table(
 
 def print_facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
     """Prints a table of names and values."""
-    table = Table(title=Text(title), show_header=False)
+    table = Table(title=Text(clean(title)), show_header=False)
     table.add_column()
     table.add_column(justify="right")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(Text(clean(cell)) for cell in row))
     Console().print(table, highlight=False)
 
 
@@ -83,7 +85,7 @@ def is_ascii(console: Console) -> bool:
 
 
 def print_json(answer: dict[str, Any]) -> None:
-    """Prints one JSON object on one line. Dataclasses become objects, and enums their values."""
+    """Prints one JSON object on one line. Messages and dataclasses become objects, and enums their values."""
     click.echo(json.dumps(answer, default=_plain))
 
 
@@ -92,10 +94,12 @@ def print_answer(answer: dict[str, Any], sentence: str, *, as_json: bool) -> Non
     if as_json:
         print_json(answer)
     else:
-        click.echo(sentence)
+        print_line(sentence)
 
 
 def _plain(value: Any) -> object:  # noqa: ANN401 - as json has it
+    if isinstance(value, Message):
+        return message_json(value)
     return value.value if isinstance(value, Enum) else asdict(value)
 
 

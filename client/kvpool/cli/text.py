@@ -2,16 +2,25 @@
 
 from typing import Final
 
+import click
 from rich.cells import cell_len, set_cell_size
 
 _UNITS: Final = ("", "k", "M", "G", "T")
 
 
 def clean(text: str, *, ascii_only: bool = False) -> str:
-    """Replaces characters that do not print, such as escape sequences, in a name that a client chose."""
+    """Replaces characters that do not print: escape sequences, ends of lines, controls of direction, lone surrogates.
+
+    Others choose names, errors and files. So `print_line`, tables, `top`, errors and log lines pass through this.
+    """
     if ascii_only:
         text = text.encode("ascii", "replace").decode("ascii")
     return "".join(char if char.isprintable() else "?" for char in text)
+
+
+def print_line(text: str = "", *, err: bool = False) -> None:
+    """Prints one line, whatever the text contains. Commands print through this or `kvpool.cli.tables` alone."""
+    click.echo(clean(text), err=err)
 
 
 def fit(text: str, width: int, *, ascii_only: bool = False) -> str:

@@ -6,6 +6,7 @@ from datetime import datetime
 import click
 
 from kvpool.cli.options import as_given
+from kvpool.cli.text import print_line
 from kvpool.server.auth.tokens import Role, checked_grant, entry_text, new_token
 
 
@@ -53,5 +54,6 @@ def new(  # noqa: PLR0913 - one parameter per option
         grant = checked_grant("entry", entry)
     except ValueError as error:
         raise click.UsageError(as_given(str(error).removeprefix("entry: "))) from error
-    click.echo(fresh)
-    click.echo(entry_text(grant), err=True)
+    print_line(fresh)
+    for line in entry_text(grant).splitlines():
+        print_line(line, err=True)

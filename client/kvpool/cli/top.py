@@ -12,7 +12,8 @@ from kvpool.cli import top_sample, top_view
 from kvpool.cli.connection import address_option, connected
 from kvpool.cli.tables import is_ascii, print_json
 from kvpool.cli.terminal import Terminal
-from kvpool.cli.top_sample import Feed, Interval, Latest
+from kvpool.cli.text import print_line
+from kvpool.cli.top_sample import Feed, Latest
 from kvpool.cli.top_view import Screen
 
 _CLOCK_SECONDS: Final = 1.0
@@ -46,16 +47,14 @@ def top(*, address: str, interval_seconds: float, once: bool, as_json: bool, all
     come first. While the server does not answer, the last view stays, with the time since the last answer.
 
     If the output is not a terminal, or a dumb one, one view is printed per interval. The JSON object holds address,
-    server, interval_seconds, pools (as `kvpool pools --json`, with per_second) and sessions (as `kvpool sessions
-    --json`, with steps_per_second); or address and error.
+    server, interval_seconds, pools (as `kvpool pools --json`), per_second (rates by pool), sessions (as `kvpool
+    sessions --json`) and session_steps_per_second (by number); or address and error.
     """
     with connected(address, max(_MIN_DEADLINE_SECONDS, interval_seconds)) as client:
         if once:
             before = top_sample.take(client)
             time.sleep(interval_seconds)
-            now = top_sample.take(client, before)
-            happened = top_sample.between(before, now)
-            _print(address, now, happened, as_json=as_json, all_ranks=all_ranks)
+            _print(address, top_sample.take(client, before), as_json=as_json, all_ranks=all_ranks)
             return
         console = Console()
         live = console.is_terminal and not console.is_dumb_terminal and not as_json
@@ -84,7 +83,7 @@ def _lines(screen: Screen, feed: Feed, address: str) -> list[Text]:
     trouble = _trouble(latest, feed.interval_seconds)
     if latest.now is None:
         return top_view.waiting_lines(screen, address, trouble)
-    return top_view.lines(screen, address, latest.now, latest.interval, trouble)
+    return top_view.lines(screen, address, latest.now, trouble)
 
 
 def _trouble(latest: Latest, interval_seconds: float) -> str:
@@ -105,19 +104,19 @@ def _print_on(terminal: Terminal, feed: Feed, address: str, *, as_json: bool, al
             continue
         shown = latest
         if latest.now is not None and latest.error is None:
-            _print(address, latest.now, latest.interval, as_json=as_json, all_ranks=all_ranks)
+            _print(address, latest.now, as_json=as_json, all_ranks=all_ranks)
         elif as_json:
             print_json({"address": address, "error": str(latest.error)})
         else:
-            click.echo(_trouble(latest, feed.interval_seconds))
+            print_line(_trouble(latest, feed.interval_seconds))
 
 
-def _print(address: str, sample: top_sample.Sample, interval: Interval, *, as_json: bool, all_ranks: bool) -> None:
+def _print(address: str, sample: top_sample.Sample, *, as_json: bool, all_ranks: bool) -> None:
     if as_json:
-        print_json(top_sample.as_json(address, sample, interval))
+        print_json(top_sample.as_json(address, sample))
         return
     console = Console()
     screen = Screen(console.width, None, is_ascii(console), all_ranks)
-    for line in top_view.lines(screen, address, sample, interval):
+    for line in top_view.lines(screen, address, sample):
         console.print(line, no_wrap=True, overflow="crop", highlight=False)
     console.print()

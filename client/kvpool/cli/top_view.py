@@ -13,16 +13,17 @@ from rich.text import Text
 
 from kvpool.cli.pools import cached_share, usable_blocks, weights
 from kvpool.cli.text import clean, counted, duration, fit, percent, short
-from kvpool.cli.top_sample import MAX_SESSIONS, Interval, PoolRates, Sample, busiest
+from kvpool.cli.top_sample import MAX_SESSIONS, Sample
 from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
-from kvpool.client.admin import SessionInfo
+from kvpool.v1.admin_pb2 import SessionInfo
 from kvpool.wire.log_fields import format_bytes
+from kvpool.wire.readable import word, words
 
 _STATE_STYLES: Final = {
-    PoolState.READY: "green",
-    PoolState.FORMING: "yellow",
-    PoolState.DEGRADED: "bold red",
-    PoolState.DRAINING: "yellow",
+    PoolState.POOL_STATE_READY: "green",
+    PoolState.POOL_STATE_FORMING: "yellow",
+    PoolState.POOL_STATE_DEGRADED: "bold red",
+    PoolState.POOL_STATE_DRAINING: "yellow",
 }
 _NEARLY_FULL: Final = 0.95
 _FILLING: Final = 0.8
@@ -66,22 +67,21 @@ def waiting_lines(screen: Screen, address: str, trouble: str) -> list[Text]:
     return [*lines, _line(screen, trouble or "waiting for an answer", "reverse red" if trouble else "")]
 
 
-def lines(screen: Screen, address: str, sample: Sample, interval: Interval, trouble: str = "") -> list[Text]:
+def lines(screen: Screen, address: str, sample: Sample, trouble: str = "") -> list[Text]:
     """Returns the lines of a screen.
 
     Args:
         screen: Size and options of the display.
         address: Address of the server.
         sample: The newest sample.
-        interval: The rates before the sample.
         trouble: Why the sample is not current; empty if it is.
     """
     head = _head(screen, address, sample, trouble)
     height = sys.maxsize if screen.height is None else screen.height
     free = max(height - len(head), 0)
     reserved = min(len(sample.sessions) + 1, _KEPT_SESSION_LINES) if sample.sessions else 0
-    pools = _pools(screen, sample, interval, max(free - reserved, 1))
-    sessions = _sessions(screen, sample, interval, free - len(pools))
+    pools = _pools(screen, sample, max(free - reserved, 1))
+    sessions = _sessions(screen, sample, free - len(pools))
     return [*head, *pools, *sessions][:height]
 
 
@@ -108,11 +108,13 @@ def _head(screen: Screen, address: str, sample: Sample, trouble: str) -> list[Te
     ]
 
 
-def _pools(screen: Screen, sample: Sample, interval: Interval, max_lines: int) -> list[Text]:
+def _pools(screen: Screen, sample: Sample, max_lines: int) -> list[Text]:
     if not sample.overview.pools:
         return [_line(screen, "no pools")]
-    ordered = sorted(sample.overview.pools, key=lambda info: (info.state is PoolState.READY, info.config.name))
-    blocks = [_pool(screen, info, interval.pools.get(info.config.name), _epoch_age(info, sample)) for info in ordered]
+    ordered = sorted(
+        sample.overview.pools, key=lambda info: (info.state == PoolState.POOL_STATE_READY, info.config.name)
+    )
+    blocks = [_pool(screen, info, sample) for info in ordered]
     ranks = [_ranks(screen, info.ranks) for info in ordered]
     for num_lines in range(_POOL_LINES, 0, -1):
         shown = [line for block, rows in zip(blocks, ranks, strict=True) for line in block[:num_lines] + rows]
@@ -123,38 +125,32 @@ def _pools(screen: Screen, sample: Sample, interval: Interval, max_lines: int) -
     return _cut(shown, max_lines, screen, "lines")  # there are too many lines of ranks
 
 
-def _epoch_age(info: PoolInfo, sample: Sample) -> float | None:
-    """Returns the time since a change of the epoch, in seconds; None if all samples had the same epoch."""
-    began_seconds = sample.epoch_began_seconds.get(info.config.name)
-    return None if began_seconds is None else sample.taken_seconds - began_seconds
-
-
-def _pool(screen: Screen, info: PoolInfo, rates: PoolRates | None, epoch_age_seconds: float | None) -> list[Text]:
-    cached = cached_share(info)
+def _pool(screen: Screen, info: PoolInfo, sample: Sample) -> list[Text]:
+    name, cached, rates = info.config.name, cached_share(info), sample.rates.get(info.config.name, {})
     figures = f" {percent(info.usage):>5} used {percent(cached):>5} cached"
-    middle = f" {info.state.value:<8} e{info.epoch:<{_EPOCH_DIGITS}} "
+    middle = f" {word(PoolState, info.state):<8} e{info.epoch:<{_EPOCH_DIGITS}} "
     flexible = screen.width - len(figures) - len(middle)
     name_width = min(max(flexible * 11 // 20, _MIN_NAME_CELLS), 40)
     bar_width = flexible - name_width if flexible - name_width >= _MIN_BAR_CELLS else 0
     first = Text.assemble(
-        (screen.fit(info.config.name, name_width), "bold"),
-        (middle, _STATE_STYLES[info.state]),
+        (screen.fit(name, name_width), "bold"),
+        (middle, _STATE_STYLES.get(info.state, "bold red")),
         _bar(screen, info.usage, cached, bar_width),
         figures,
     )
     second = (
-        f"  hit {percent(info.recent_hit_rate):>5} now {percent(rates.hit_ratio if rates else None):>5}"
-        f" {_rate(rates.steps if rates else None)} steps/s {_rate(rates.allocations if rates else None)} alloc/s"
-        f" {_rate(rates.refusals if rates else None)} refused/s {_rate(rates.evictions if rates else None)} evict/s"
+        f"  hit {percent(info.recent_hit_rate):>5} now {percent(rates.get('hit_ratio')):>5}"
+        f" {_rate(rates.get('steps'))} steps/s {_rate(rates.get('allocations'))} alloc/s"
+        f" {_rate(rates.get('refusals'))} refused/s {_rate(rates.get('evictions'))} evict/s"
     )
     third = (
         f"  {usable_blocks(info):,} blocks, {counted(info.sessions, 'session')}, {info.running_requests:,} running, "
         f"{info.requests - info.running_requests:,} waiting"
     )
-    if epoch_age_seconds is not None:
-        third += f", new epoch since {duration(epoch_age_seconds)}"
-    if rates and rates.preemptions:
-        third += f", {short(rates.preemptions)} preempted/s"
+    if name in sample.epoch_began_seconds:
+        third += f", new epoch since {duration(sample.taken_seconds - sample.epoch_began_seconds[name])}"
+    if preemptions := rates.get("preemptions"):
+        third += f", {short(preemptions)} preempted/s"
     if info.quarantined_blocks:
         third += f", {info.quarantined_blocks:,} in quarantine"
     if info.ranks:
@@ -182,11 +178,11 @@ def _bar(screen: Screen, usage: float, cached: float, width: int) -> Text:
 
 
 def _ranks(screen: Screen, ranks: Sequence[RankInfo]) -> list[Text]:
-    return [_rank(screen, rank) for rank in ranks if screen.all_ranks or rank.state is not RankState.READY]
+    return [_rank(screen, rank) for rank in ranks if screen.all_ranks or rank.state != RankState.RANK_STATE_READY]
 
 
 def _rank(screen: Screen, rank: RankInfo) -> Text:
-    parts = [f"rank {rank.rank} {rank.state.value}"]
+    parts = [f"rank {rank.rank} {word(RankState, rank.state)}"]
     if rank.host or rank.device:
         parts.append(" ".join(filter(None, (rank.host, rank.device))))
     if rank.pid:
@@ -195,19 +191,19 @@ def _rank(screen: Screen, rank: RankInfo) -> Text:
         parts.append(f"{rank.num_blocks:,} blocks, {format_bytes(rank.allocated_bytes)}")
     if rank.mapping_processes:
         parts.append("mapped by " + ", ".join(f"{each.client_name} ({each.pid})" for each in rank.mapping_processes))
-    return _line(screen, f"    {', '.join(parts)}", "" if rank.state is RankState.READY else "yellow")
+    return _line(screen, f"    {', '.join(parts)}", "" if rank.state == RankState.RANK_STATE_READY else "yellow")
 
 
 def _rank_counts(ranks: Sequence[RankInfo]) -> str:
-    counts = [(state.value, sum(1 for rank in ranks if rank.state is state)) for state in RankState]
+    counts = [(name, sum(1 for rank in ranks if rank.state == state)) for state, name in words(RankState).items()]
     return " ".join(f"{count} {name}" for name, count in counts if count)
 
 
-def _sessions(screen: Screen, sample: Sample, interval: Interval, max_lines: int) -> list[Text]:
+def _sessions(screen: Screen, sample: Sample, max_lines: int) -> list[Text]:
     total = sum(info.sessions for info in sample.overview.pools)
     if not sample.sessions or max_lines < 2:  # noqa: PLR2004 - a heading and a session
         return []
-    ordered = busiest(sample.sessions)
+    ordered = sample.sessions
     names_width = max(screen.width - _SESSION_FIGURES, 16)
     longest = max(len(info.pool_name) for info in ordered)
     pool_width = min(max(longest, len("POOL")), names_width * 2 // 5)
@@ -216,13 +212,13 @@ def _sessions(screen: Screen, sample: Sample, interval: Interval, max_lines: int
         f"{'NO.':>5} {'POOL':<{pool_width}} {'CLIENT':<{client_width}} {'RUN':>5} {'WAIT':>5} {'BLOCKS':>7}"
         f" {'STEP/S':>6} {'AGE':>6} {'IDLE':>6}"
     )
-    rows = [_session(screen, info, interval, pool_width, client_width) for info in ordered]
+    rows = [_session(screen, info, sample, pool_width, client_width) for info in ordered]
     more = total - len(sample.sessions) if total > MAX_SESSIONS else 0
     return [_line(screen, heading, "reverse"), *_cut(rows, max_lines - 1, screen, "sessions", more)]
 
 
-def _session(screen: Screen, info: SessionInfo, interval: Interval, pool_width: int, client_width: int) -> Text:
-    steps = interval.session_steps.get(info.session_number)
+def _session(screen: Screen, info: SessionInfo, sample: Sample, pool_width: int, client_width: int) -> Text:
+    steps = sample.session_steps.get(info.session_number)
     idle = "now" if info.streaming else duration(info.idle_seconds)
     blocks = sum(info.held_blocks)
     return _line(

@@ -32,7 +32,6 @@ from kvpool.wire.address import DEFAULT_ADDRESS
 _FLAGS: Final = {
     **FLAGS,
     "server": "--server",
-    "zone": "--zone",
     "pool": "--pool",
     "rank": "--rank",
     "world_size": "--world-size",
@@ -52,16 +51,7 @@ _FLAGS: Final = {
     "--server",
     default=DEFAULT_ADDRESS,
     metavar="ADDRESS",
-    help="host:port or unix:/path; several of a cluster, separated by commas.",
-)
-@click.option(
-    "--zone",
-    default="",
-    show_default=False,
-    envvar="KVPOOL_ZONE",
-    show_envvar=True,
-    metavar="NAME",
-    help="Zone of the rank: a new pool goes to a shard whose primary is in this zone, if there is one.",
+    help="host:port or unix:/path; those of a primary and its standbys, separated by commas.",
 )
 @click.option("--pool", required=True, metavar="NAME", help="Pool of the rank. The first rank to register creates it.")
 @click.option("--rank", type=int, required=True, help="Number of this rank, from 0, in order of stages.")
@@ -126,7 +116,7 @@ def worker(
             with _torch_named():
                 lending.run(lending.settings(options, current_access()), endpoints)
             return
-        derived = flags.read_model(model, "--model CONFIG.json")
+        derived = flags.read_model(model, "--lend unix:PATH for the memory of engines, --model CONFIG.json")
         settings = _settings(flags, derived, options)
         layers = split_stages(derived, flags.pp)[settings.rank // flags.tp]
         _run(settings, layers, layout, endpoints)

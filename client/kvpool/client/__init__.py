@@ -12,7 +12,7 @@ from kvpool.client.request import Request
 from kvpool.client.results import Admission, Allocation, Answer, Decodes, HitChanged
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transports.transport import EventBatch, HeldRequest, WatchKind
+from kvpool.client.transports.transport import EventBatch, WatchKind
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import (
     AbortedError,
@@ -27,7 +27,6 @@ from kvpool.core.errors import (
 )
 from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.core.ids import PoolName
-from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
@@ -41,7 +40,7 @@ from kvpool.core.specs.kinds import (
 )
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 from kvpool.core.steps.columns import Outcome
-from kvpool.core.views.pool_info import PoolInfo
+from kvpool.v1.pool_pb2 import PoolInfo, PoolState, RankInfo, RankState
 from kvpool.wire.channels import TlsConfig
 from kvpool.wire.errors import DeadlineError, ServerError
 
@@ -66,7 +65,6 @@ __all__ = [
     "ExtraKeys",
     "FullAttentionSpec",
     "HashScheme",
-    "HeldRequest",
     "HitChanged",
     "InvalidArgumentError",
     "KVCacheGroup",

@@ -1,7 +1,7 @@
 """The client of operators: inspects a server, drains it, resets caches, evicts sessions and removes pools.
 
-The methods are the RPCs of AdminService, documented in proto/kvpool/v1/admin.proto. Lists of sessions, requests and
-blocks are requested page by page, as the caller iterates.
+The methods are the RPCs of AdminService, and return its messages; proto/kvpool/v1/admin.proto and pool.proto document
+both. Lists of sessions, requests and blocks are requested page by page, as the caller iterates.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,70 +15,18 @@ import grpc
 from kvpool.client.blocking import run
 from kvpool.client.durations import MAX_DRAIN_SECONDS, check_deadline
 from kvpool.client.transports.blocking_grpc import BlockingGrpcTransport
-from kvpool.client.transports.cluster import ClusterService
 from kvpool.core.errors import check_range
 from kvpool.core.ids import BlockHash
-from kvpool.core.statistics import MissReason
-from kvpool.core.views.inspection import MAX_PAGE_SIZE, BlockInfo, BlockState, RequestInfo, SessionInfo
-from kvpool.core.views.misses import GroupEnd, MissesInfo, PromptEnd, ScopeInfo, UnexecutedBlocks
-from kvpool.core.views.pool_info import MissCount, PoolInfo
+from kvpool.core.views.inspection import MAX_PAGE_SIZE
 from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2
-from kvpool.wire import admin as wire_admin
 from kvpool.wire import channels
-from kvpool.wire import pools as wire_pools
 from kvpool.wire.channels import ClientCredentials, TlsConfig
-from kvpool.wire.fields import field_values
 
-__all__ = [
-    "AdminClient",
-    "BlockInfo",
-    "BlockState",
-    "GroupEnd",
-    "MissCount",
-    "MissReason",
-    "MissesInfo",
-    "Overview",
-    "PromptEnd",
-    "RequestInfo",
-    "ScopeInfo",
-    "ServerInfo",
-    "SessionInfo",
-    "Shard",
-    "UnexecutedBlocks",
-]
+__all__ = ["AdminClient", "Shard"]
 
 DEFAULT_DEADLINE_SECONDS: Final = 10.0
 _HAND_OVER_SECONDS: Final = 40.0
 """Least time limit of a hand-over. A standby of another version may load the state for 30 s first."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerInfo:
-    """The state of a server.
-
-    Attributes:
-        version: Release of kvpool.
-        uptime_seconds: Seconds since it started.
-        draining: Whether no pool takes new sessions: the whole server is drained, or stops.
-        journal_error: Why the journal is down; empty while it is up, and without a journal.
-        shard: The shard whose primary the server is, `CLUSTER/SHARD`; empty if it belongs to none.
-        term: The term in which it is the primary; 0 if it belongs to no shard.
-    """
-
-    version: str
-    uptime_seconds: float
-    draining: bool
-    journal_error: str = ""
-    shard: str = ""
-    term: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Overview:
-    """A server and its pools by name, including pools that are being formed."""
-
-    server: ServerInfo
-    pools: tuple[PoolInfo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +38,12 @@ class Shard:
         term: Term of the primary; 0 if there was none.
         primary: Addresses of the primary; empty if it is not known.
         standbys: Addresses of each standby that is in sync.
-        num_pools: Number of pools.
     """
 
     name: str
     term: int
     primary: tuple[str, ...]
     standbys: tuple[tuple[str, ...], ...]
-    num_pools: int = 0
 
 
 class _PageRequest(Protocol):
@@ -124,7 +70,7 @@ _Method = Callable[[admin_pb2_grpc.AdminServiceStub], "grpc.UnaryUnaryMultiCalla
 
 
 class _Transport(BlockingGrpcTransport):
-    """The servers of a shard, as an operator calls them: repeats no call that may have reached the primary."""
+    """The servers as an operator calls them: repeats no call that may have reached the primary."""
 
     is_patient = False
     channel_options = channels.CHANNEL_OPTIONS
@@ -137,12 +83,17 @@ class _Transport(BlockingGrpcTransport):
         answer: _ResponseT = await self.connection.call(attempt, seconds, self.sleep)
         return answer
 
+    async def shard(self) -> directory_pb2.Shard:
+        """Asks any server, also one that is not the primary."""
+        attempt = partial(self._call_once, lambda link: link.directory.GetShard, directory_pb2.GetShardRequest())
+        answer: directory_pb2.GetShardResponse = await self.connection.call(
+            attempt, self.deadline_seconds, self.sleep, is_any=True
+        )
+        return answer.shard
+
 
 class AdminClient:
-    """A connection of an operator to a cluster. Threads may share it.
-
-    Calls that name a pool go to the shard of the pool. Other calls go to the server of the address, or to the primary
-    of its shard; with several addresses to the first that answers.
+    """A connection of an operator to a server, or to the primary of several. Threads may share it.
 
     Every call raises NotFoundError, WrongStateError or InvalidArgumentError if the server refuses it and has changed
     nothing; UnavailableError if the server cannot be reached; and DeadlineError if no answer comes in time. No call
@@ -174,7 +125,7 @@ class AdminClient:
         check_deadline(deadline_seconds)
         self._deadline_seconds = deadline_seconds
         access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
-        self._service = ClusterService(_Transport(address, deadline_seconds, access))
+        self._transport = _Transport(address, deadline_seconds, access)
 
     def __enter__(self) -> Self:
         return self
@@ -187,35 +138,34 @@ class AdminClient:
 
     @property
     def server(self) -> str:
-        """Address of the server that answers calls without a pool: the primary, after a call was answered."""
-        return self._service.target
+        """Address of the server that is called: the primary, after a call was answered."""
+        return self._transport.target
 
-    def overview(self, pool: str = "") -> Overview:
-        """Returns the state of the server, or of the one that has a pool, and of all its pools."""
-        answer = self._call(lambda stub: stub.ListPools, admin_pb2.ListPoolsRequest(), pool)
-        server = ServerInfo(**field_values(ServerInfo, answer.server))
-        return Overview(server, tuple(map(wire_pools.info_from_proto, answer.pools)))
+    def overview(self) -> admin_pb2.ListPoolsResponse:
+        """Returns the state of the server and of all its pools."""
+        return self._call(lambda stub: stub.ListPools, admin_pb2.ListPoolsRequest())
 
-    def sessions(self, pool: str = "") -> Iterator[SessionInfo]:
+    def sessions(self, pool: str = "") -> Iterator[admin_pb2.SessionInfo]:
         """Yields the sessions of a pool, or of all pools, in the order in which they were opened."""
         request = admin_pb2.ListSessionsRequest(pool_name=pool, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(lambda stub: stub.ListSessions, request, pool):
-            yield from map(wire_admin.session_from_proto, page.sessions)
+        for page in self._pages(lambda stub: stub.ListSessions, request):
+            yield from page.sessions
 
-    def requests(self, pool: str, session_number: int = 0) -> Iterator[RequestInfo]:
+    def requests(self, pool: str, session_number: int = 0) -> Iterator[admin_pb2.RequestInfo]:
         """Yields the requests of a pool, or of one of its sessions, by session and id."""
         request = admin_pb2.ListRequestsRequest(pool_name=pool, session_number=session_number, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(lambda stub: stub.ListRequests, request, pool):
-            yield from map(wire_admin.request_from_proto, page.requests)
+        for page in self._pages(lambda stub: stub.ListRequests, request):
+            yield from page.requests
 
-    def blocks(self, pool: str, state: BlockState | None = None) -> Iterator[BlockInfo]:
+    def blocks(
+        self, pool: str, state: admin_pb2.BlockState.ValueType = admin_pb2.BLOCK_STATE_UNSPECIFIED
+    ) -> Iterator[admin_pb2.BlockInfo]:
         """Yields the blocks of a pool by id, without the null block; only those in `state` if it is given."""
-        number = wire_admin.block_state_to_proto(state)
-        request = admin_pb2.ListBlocksRequest(pool_name=pool, state=number, page_size=MAX_PAGE_SIZE)
-        for page in self._pages(lambda stub: stub.ListBlocks, request, pool):
-            yield from map(wire_admin.block_from_proto, page.blocks)
+        request = admin_pb2.ListBlocksRequest(pool_name=pool, state=state, page_size=MAX_PAGE_SIZE)
+        for page in self._pages(lambda stub: stub.ListBlocks, request):
+            yield from page.blocks
 
-    def explain_misses(self, pool: str, session_number: int = 0) -> MissesInfo:
+    def explain_misses(self, pool: str, session_number: int = 0) -> admin_pb2.ExplainMissesResponse:
         """Returns what decides whether a session of a pool hits a prefix.
 
         The hash scheme has no none_hash if the token of the session has a salt.
@@ -225,11 +175,11 @@ class AdminClient:
             session_number: Number of the session; 0 for one without namespace and weights version.
         """
         request = admin_pb2.ExplainMissesRequest(pool_name=pool, session_number=session_number)
-        return wire_admin.misses_from_proto(self._call(lambda stub: stub.ExplainMisses, request, pool))
+        return self._call(lambda stub: stub.ExplainMisses, request)
 
     def explain_prompt(
         self, pool: str, num_tokens: int, block_hashes: Sequence[BlockHash], session_number: int = 0
-    ) -> PromptEnd:
+    ) -> admin_pb2.ExplainPromptResponse:
         """Returns where a look-up for a prompt would end, and why. It counts nothing.
 
         Args:
@@ -245,19 +195,18 @@ class AdminClient:
         request = admin_pb2.ExplainPromptRequest(
             pool_name=pool, session_number=session_number, num_tokens=num_tokens, block_hashes=b"".join(block_hashes)
         )
-        return wire_admin.prompt_end_from_proto(self._call(lambda stub: stub.ExplainPrompt, request, pool))
+        return self._call(lambda stub: stub.ExplainPrompt, request)
 
-    def reset_prefix_cache(self, pool: str) -> tuple[SessionInfo, ...]:
+    def reset_prefix_cache(self, pool: str) -> Sequence[admin_pb2.SessionInfo]:
         """Removes all hashes of a pool, unless a request holds a block.
 
         Returns:
             The sessions whose requests hold blocks, at most 16; none if the cache was reset.
         """
         request = admin_pb2.AdminServiceResetPrefixCacheRequest(pool_name=pool)
-        answer = self._call(lambda stub: stub.ResetPrefixCache, request, pool)
-        return tuple(map(wire_admin.session_from_proto, answer.holders))
+        return self._call(lambda stub: stub.ResetPrefixCache, request).holders
 
-    def evict_session(self, pool: str, session_number: int, *, kill: bool = False) -> SessionInfo:
+    def evict_session(self, pool: str, session_number: int, *, kill: bool = False) -> admin_pb2.SessionInfo:
         """Ends a session of a pool and frees its blocks; returns its last state.
 
         Args:
@@ -271,7 +220,7 @@ class AdminClient:
             WrongStateError: The ranks of the pool lend no memory (NOT_LENT).
         """
         request = admin_pb2.EvictSessionRequest(pool_name=pool, session_number=session_number, kill=kill)
-        return wire_admin.session_from_proto(self._call(lambda stub: stub.EvictSession, request, pool).session)
+        return self._call(lambda stub: stub.EvictSession, request).session
 
     def set_weights_version(self, pool: str, weights_version: str, session_number: int = 0) -> tuple[int, ...]:
         """Sets the weights version of a session of a pool, or of all its open sessions.
@@ -294,11 +243,11 @@ class AdminClient:
         request = admin_pb2.AdminServiceSetWeightsVersionRequest(
             pool_name=pool, session_number=session_number, weights_version=weights_version
         )
-        return tuple(self._call(lambda stub: stub.SetWeightsVersion, request, pool).session_numbers)
+        return tuple(self._call(lambda stub: stub.SetWeightsVersion, request).session_numbers)
 
     def drain(self, pool: str = "") -> int:
         """Makes a pool, or all pools, refuse new sessions; returns the number of open sessions."""
-        return self._call(lambda stub: stub.Drain, admin_pb2.DrainRequest(pool_name=pool), pool).sessions
+        return self._call(lambda stub: stub.Drain, admin_pb2.DrainRequest(pool_name=pool)).sessions
 
     def stop(self, timeout_seconds: float) -> int:
         """Stops the server once no session is open. It refuses new sessions until then; `undrain` cancels this.
@@ -320,85 +269,48 @@ class AdminClient:
             The pools of these that still refuse new sessions.
         """
         request = admin_pb2.UndrainRequest(pool_name=pool)
-        return tuple(self._call(lambda stub: stub.Undrain, request, pool).still_drained)
+        return tuple(self._call(lambda stub: stub.Undrain, request).still_drained)
 
     def remove_pool(self, pool: str) -> None:
         """Removes a pool that has no sessions, and no ranks that are connected or expected."""
-        self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool), pool)
+        self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
 
-    def shards(self) -> tuple[Shard, ...]:
-        """Returns the shards of the server's cluster, by name. The server need not be a primary."""
-        request = directory_pb2.ListShardsRequest()
-        return run(self._service.ask("ListShards", request, lambda answer, _: tuple(map(_shard, answer.shards)), ()))
+    def shard(self) -> Shard:
+        """Returns the primary and the standbys of the server's shard. The server need not be the primary."""
+        shard = run(self._transport.shard())
+        standbys = tuple(tuple(member.addresses) for member in shard.members if not member.is_primary)
+        return Shard(shard.name, shard.term, tuple(shard.primary_addresses), standbys)
 
-    def hand_over(self, to: str = "") -> tuple[int, tuple[str, ...]]:
+    def hand_over(self) -> tuple[int, tuple[str, ...]]:
         """Makes a standby the primary of the server's shard. Sessions continue there.
-
-        Args:
-            to: Address of the standby, which is in sync or of another version; empty for any standby.
 
         Returns:
             The term and the addresses of the new primary.
 
         Raises:
-            WrongStateError: The server belongs to no shard (NO_SHARD); or no such standby can take over now, or it did
+            WrongStateError: The server belongs to no shard (NO_SHARD); or no standby can take over now, or it did
                 not in time (NO_STANDBY).
         """
         seconds = max(self._deadline_seconds, _HAND_OVER_SECONDS)
-        answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest(to=to), deadline_seconds=seconds)
+        answer = self._call(lambda stub: stub.HandOver, admin_pb2.HandOverRequest(), seconds)
         return answer.term, tuple(answer.primary_addresses)
-
-    def remove_shard(self, name: str) -> int:
-        """Removes another shard of the cluster, whose servers are permanently lost. This server may be a standby.
-
-        Args:
-            name: The shard.
-
-        Returns:
-            The number of pools whose names are free now.
-
-        Raises:
-            NotFoundError: The cluster has no such shard.
-            WrongStateError: The server belongs to no shard (NO_SHARD) or to this one (OWN_SHARD), a server of the shard
-                can be reached (SHARD_REACHABLE), its members have changed meanwhile (SHARD_CHANGED), or its record is
-                malformed (DAMAGED_RECORD).
-        """
-        return self._call(lambda stub: stub.RemoveShard, admin_pb2.RemoveShardRequest(shard=name)).pools
 
     def close(self) -> None:
         """Ends the connection, and all calls in progress. In a forked process it does nothing."""
-        run(self._service.close())
+        run(self._transport.close())
 
     def _call(
         self,
         method: "_Method[_RequestT, _ResponseT]",
         request: _RequestT,
-        pool: str = "",
-        *,
         deadline_seconds: float = 0.0,
     ) -> _ResponseT:
-        return run(
-            self._service.call(
-                pool,
-                lambda shard, seconds: shard.call_operator(method, request, seconds),
-                deadline_seconds=deadline_seconds,
-            )
-        )
+        return run(self._transport.call_operator(method, request, deadline_seconds or self._deadline_seconds))
 
-    def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT, pool: str) -> Iterator[_PageT]:
+    def _pages(self, method: "_Method[_PageRequestT, _PageT]", request: _PageRequestT) -> Iterator[_PageT]:
         is_last = False
         while not is_last:
-            page = self._call(method, request, pool)
+            page = self._call(method, request)
             yield page
             request.page_token = page.next_page_token
             is_last = not page.next_page_token
-
-
-def _shard(shard: directory_pb2.Shard) -> Shard:
-    return Shard(
-        shard.name,
-        shard.term,
-        tuple(shard.primary_addresses),
-        tuple(tuple(member.addresses) for member in shard.members if not member.is_primary),
-        shard.num_pools,
-    )

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self
 
 from kvpool.client import operations
-from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS, ClientBase, zone_of
+from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS, ClientBase
 from kvpool.client.durations import check_deadline
 from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
@@ -20,14 +20,13 @@ from kvpool.wire.channels import ClientCredentials, TlsConfig
 _P = ParamSpec("_P")
 
 
-def connect(  # noqa: PLR0913 - all have defaults but the address
+def connect(
     address: str,
     *,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     tls: TlsConfig | None = None,
     token: str | Path | None = None,
     allow_plaintext: bool = False,
-    zone: str | None = None,
 ) -> "AsyncClient":
     """Connects to a service. Call it inside a running event loop.
 
@@ -37,7 +36,6 @@ def connect(  # noqa: PLR0913 - all have defaults but the address
         tls: See `kvpool.client.connect`.
         token: See `kvpool.client.connect`.
         allow_plaintext: See `kvpool.client.connect`.
-        zone: See `kvpool.client.connect`.
 
     Raises:
         ValueError: See `kvpool.client.connect`.
@@ -49,9 +47,8 @@ def connect(  # noqa: PLR0913 - all have defaults but the address
     from kvpool.client.transports.asyncio_grpc import (  # noqa: PLC0415 - the embedded core needs no grpc
         AsyncioGrpcTransport,
     )
-    from kvpool.client.transports.cluster import ClusterService  # noqa: PLC0415 - as above
 
-    return AsyncClient(ClusterService(AsyncioGrpcTransport(address, deadline_seconds, access), zone_of(zone)))
+    return AsyncClient(AsyncioGrpcTransport(address, deadline_seconds, access))
 
 
 class AsyncSession(SessionBase):
@@ -70,7 +67,6 @@ class AsyncSession(SessionBase):
     evict_blocks = operations.evict_blocks
     reset_prefix_cache = operations.reset_prefix_cache
     get_common_prefix_blocks = operations.get_common_prefix_blocks
-    free_held = SessionBase._free_held
     settle = SessionBase._settle
     mark_executed = SessionBase._mark_executed
     set_weights_version = SessionBase._set_weights_version
@@ -159,7 +155,6 @@ class AsyncClient(ClientBase[AsyncSession]):
     get_pool = ClientBase._get_pool
     wait_until_ready = ClientBase._wait_until_ready
     open_session = _opened_later(ClientBase[AsyncSession]._open_session)
-    resume_session = _opened_later(ClientBase[AsyncSession]._resume_session)
     close = ClientBase._close
 
     async def __aenter__(self) -> Self:

@@ -1,6 +1,5 @@
 """The synchronous client."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
@@ -13,14 +12,14 @@ from kvpool.client.transports.embedded import EMBEDDED, EmbeddedTransport
 from kvpool.client.transports.transport import (
     EventBatch,
     OpenedSession,
-    Service,
     SessionOptions,
+    Transport,
     watch_options,
 )
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import check_range
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.views.pool_info import PoolInfo
+from kvpool.v1.pool_pb2 import PoolInfo
 from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 DEFAULT_DEADLINE_SECONDS: Final = 30.0
@@ -28,62 +27,51 @@ DEFAULT_DEADLINE_SECONDS: Final = 30.0
 _SessionT = TypeVar("_SessionT")
 
 
-def connect(  # noqa: PLR0913 - all have defaults but the address
+def connect(
     address: str,
     *,
     deadline_seconds: float = DEFAULT_DEADLINE_SECONDS,
     tls: TlsConfig | None = None,
     token: str | Path | None = None,
     allow_plaintext: bool = False,
-    zone: str | None = None,
 ) -> "Client":
     """Connects to a service.
 
     Args:
         address: `host:port`, `unix:/path`, or `embedded:` for the core in this process. Several addresses, separated
-            by commas, are those of any servers of one cluster: the client asks them for the shard of each pool, and
-            calls another server of the shard when its primary is replaced.
+            by commas, are those of a primary and its standbys, of one pair: the client calls another one when the
+            primary is replaced. With one address it cannot.
         deadline_seconds: Time limit of each call, retries included, (0, 86400].
         tls: TLS for TCP. None for the values of KVPOOL_TLS_CA, KVPOOL_TLS_CERT, KVPOOL_TLS_KEY and
             KVPOOL_TLS_SERVER_NAME, or plaintext if these are not set.
         token: The token, or the file that holds it, which is read again for each call and stream. None for the value of
             KVPOOL_TOKEN or KVPOOL_TOKEN_FILE.
         allow_plaintext: Send the token over plaintext TCP to other machines.
-        zone: Zone of this client. A pool that it creates is placed on a shard whose primary is in this zone, if there
-            is one. Empty: no zone. None for the value of KVPOOL_ZONE.
 
     Raises:
         ValueError: The address has none of these forms, the deadline is out of range, a file cannot be read, or others
             could read the token on the network. A server that cannot be reached is reported by the first call.
     """
     access = ClientCredentials.of(tls, token, allow_plaintext=allow_plaintext)
-    return connect_as(access, address, deadline_seconds, zone_of(zone))
+    return connect_as(access, address, deadline_seconds)
 
 
-def zone_of(zone: str | None) -> str:
-    """Returns the zone of a client; that of the environment for None."""
-    return os.environ.get("KVPOOL_ZONE", "") if zone is None else zone
-
-
-def connect_as(
-    access: ClientCredentials, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS, zone: str = ""
-) -> "Client":
-    """Connects with the given TLS, token and zone, without a look at the environment."""
+def connect_as(access: ClientCredentials, address: str, deadline_seconds: float = DEFAULT_DEADLINE_SECONDS) -> "Client":
+    """Connects with the given TLS and token, without a look at the environment."""
     check_deadline(deadline_seconds)
     if address == EMBEDDED:
         return Client(EmbeddedTransport())
     from kvpool.client.transports.blocking_grpc import (  # noqa: PLC0415 - the embedded core needs no grpc
         BlockingGrpcTransport,
     )
-    from kvpool.client.transports.cluster import ClusterService  # noqa: PLC0415 - as above
 
-    return Client(ClusterService(BlockingGrpcTransport(address, deadline_seconds, access), zone))
+    return Client(BlockingGrpcTransport(address, deadline_seconds, access))
 
 
 class ClientBase(Generic[_SessionT]):
     """The coroutines of a client. See `kvpool.client.blocking` for how the synchronous client runs them."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Transport) -> None:
         self._service = service
 
     def __repr__(self) -> str:
@@ -171,34 +159,6 @@ class ClientBase(Generic[_SessionT]):
         )
         return self._session(await self._service.open_session(options))
 
-    async def _resume_session(self, session_id: str, *, sequence: int = 0, pool: str = "") -> _SessionT:
-        """Resumes a session within its lease, for a scheduler that restarted and has stored these two values.
-
-        From then on this process drives the session. If the previous process still runs, the server refuses all its
-        calls (AbortedError), and the ranks refuse its block tables. Where the ranks answer fences, the call returns
-        when no step of the previous process is in flight; call it again if the deadline comes first. In other pools,
-        wait until no such step is executed before blocks are freed or written.
-
-        If an asyncio task is cancelled in this call, the session may be resumed without a process that drives it. Call
-        it again within the lease.
-
-        Args:
-            session_id: `Session.session_id`, the first or any later one.
-            sequence: `Session.sequence`, the last known value; 0 for none.
-            pool: The session's pool, so that only its shard is asked. Empty: all shards of the cluster are asked, by
-                name; one that does not answer ends the call.
-
-        Returns:
-            The session, after its last change. Its requests are in `held_requests`, to be adopted or freed.
-
-        Raises:
-            InvalidArgumentError: The sequence is of a step that was never applied.
-            AbortedError: The session has ended, or yet another process resumed it meanwhile.
-            DeadlineError: A step of the previous process is in flight, or a rank is away, for too long.
-            NotFoundError: The server knows no such session.
-        """
-        return self._session(await self._service.resume_session(session_id, sequence, pool))
-
     async def _close(self) -> None:
         """Ends the connection. Sessions that are still open end with their lease."""
         await self._service.close()
@@ -214,7 +174,6 @@ class Client(ClientBase[Session]):
     get_pool = blocking(ClientBase._get_pool)
     wait_until_ready = blocking(ClientBase._wait_until_ready)
     open_session = blocking(ClientBase[Session]._open_session)
-    resume_session = blocking(ClientBase[Session]._resume_session)
     close = blocking(ClientBase._close)
 
     def __enter__(self) -> Self:
@@ -229,7 +188,8 @@ class Client(ClientBase[Session]):
         """Yields a pool's block events, batch by batch, and waits for more (embedded: ends after the newest batch).
 
         With a snapshot, the watch begins with everything that is cached, and never ends: it continues over lost
-        connections, batches that are no longer kept, and server restarts, with another snapshot where necessary.
+        connections, batches that are no longer kept, and server restarts, with another snapshot where necessary. A pool
+        that no longer exists is reported as cleared.
         `PrefixIndex` builds a map of it. Without a snapshot, it ends with an error where it cannot continue.
 
         Args:

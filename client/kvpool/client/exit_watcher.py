@@ -16,9 +16,12 @@ import subprocess
 import sys
 from typing import IO, Final, cast
 
-from kvpool.client.connection import connect
+from kvpool.client.blocking import run
 from kvpool.client.session import Session
+from kvpool.client.transports.blocking_grpc import BlockingGrpcTransport
 from kvpool.core.errors import KvpoolError
+from kvpool.v1 import allocator_pb2
+from kvpool.wire.channels import ClientCredentials
 
 
 class ExitWatcher:
@@ -45,7 +48,7 @@ class ExitWatcher:
         )
         process.wait()  # the watcher is its child, and continues
         self._stdin: Final = cast("IO[str]", process.stdin)
-        self._write(json.dumps([address, deadline_seconds, session.config.name, session.session_id]))
+        self._write(json.dumps([address, deadline_seconds, session.session_id]))
 
     def dismiss(self) -> None:
         """Ends the watcher. The session has been closed."""
@@ -60,10 +63,14 @@ class ExitWatcher:
 
 
 def _close_after_exit() -> None:
-    address, deadline_seconds, pool, session_id = json.loads(sys.stdin.readline())
-    with contextlib.suppress(KvpoolError), connect(address, deadline_seconds=deadline_seconds) as client:
-        if not sys.stdin.read():
-            client.resume_session(session_id, pool=pool).close()
+    address, deadline_seconds, session_id = json.loads(sys.stdin.readline())
+    transport = BlockingGrpcTransport(
+        address, deadline_seconds, ClientCredentials.of(None, None, allow_plaintext=False)
+    )
+    if not sys.stdin.read():
+        with contextlib.suppress(KvpoolError):
+            run(transport.call_timed("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id)))
+    run(transport.close())
 
 
 if __name__ == "__main__":

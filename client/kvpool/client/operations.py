@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from kvpool.client.results import Admission, Allocation, Answer, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.core.blocks.prefix_search import ComputedBlocks
+from kvpool.core.errors import ExhaustedError
 from kvpool.core.steps.columns import Outcome
 
 _P = ParamSpec("_P")
@@ -33,6 +34,9 @@ def _one_row(
         builder = session.new_step()
         answer = add(builder, *args, **kwargs)
         await session._send(builder)  # noqa: SLF001 - a method of SessionBase
+        if answer.outcome is Outcome.NEVER_FITS:  # not None, which would have a scheduler try again without end
+            message = "the request would hold more blocks than this session ever can: free it, or allocate fewer"
+            raise ExhaustedError("REQUEST_NEVER_FITS", message)
         return read(answer)
 
     result = inspect.signature(read).return_annotation

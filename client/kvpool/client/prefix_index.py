@@ -49,7 +49,7 @@ class PrefixIndex:
 
         Args:
             block_hashes: The hashes of the group's blocks, as `Request.hashes`. If a block covers several hash blocks,
-                the last of their hashes.
+                the last of their hashes. The index has all of them.
             group_id: The group. A group with a window caches only the last blocks: see `cached`.
         """
         known = self._known(group_id)

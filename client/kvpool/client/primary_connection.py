@@ -1,9 +1,9 @@
-"""The connection of a client to the primary of a shard, and the errors of its calls."""
+"""The connection of a client to the primary, and the errors of its calls."""
 
 import os
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from math import inf
 from typing import Final, TypeVar
 
@@ -196,16 +196,11 @@ class PrimaryConnection:
         """Begins the search of one call. With `is_any`, any server can answer the call."""
         return PrimarySearch(self._book, is_any=is_any)
 
-    def learn_members(self, addresses: Sequence[str]) -> None:
-        """Replaces the known addresses of the shard's servers."""
-        with self._lock:
-            self._book.learn_members(addresses)
-
     async def observe(self, watch: Callable[[ServerLink], Callable[[], Awaitable[directory_pb2.Shard]]]) -> bool:
         """Observes a server other than the target, until that fails or it becomes the target itself.
 
         When it reports a primary of a higher term, the calls to the target are cancelled, and their callers repeat
-        them there. Its reports also name the members of the shard. The target itself is observed, for the names of new
+        them there. Its reports also name the members. The target itself is observed, for the names of new
         servers, while no other server can become the primary, or none of them answers.
 
         Args:

@@ -52,12 +52,12 @@ class SessionProtocol:
         free_blocks: Blocks that the session could be given when that step was answered; 0 before the first.
     """
 
-    def __init__(self, config: PoolConfig, sequence: int = 0) -> None:
+    def __init__(self, config: PoolConfig) -> None:
         self._format = StepFormat.of(config)
         self._reader = ResultReader(config)
         self._num_on_credit = 0
         """Allocations on credit since the last step that was sent."""
-        self._awaited_sequence = sequence
+        self._awaited_sequence = 0
         """The last step whose execution others may wait for: it cached blocks, or ran while some were freed."""
         self._reported_sequence = 0
         """The last step that was reported as executed."""
@@ -65,7 +65,7 @@ class SessionProtocol:
         self._round_number = 0
         """Number of steps that were answered, here or by the service."""
         self._over: KvpoolError | None = None
-        self.sequence = sequence
+        self.sequence = 0
         self.free_blocks = 0
         self.copies: list[BlockCopy] = []
 

@@ -26,6 +26,9 @@ class Request:
         trace_parent: Its W3C trace context (traceparent), of which the server's spans of its admissions become
             children; empty for none. A malformed one counts as none.
         known_hashes: The hashes computed so far, or the list that the engine extends. See `hashes`.
+        num_prompt_tokens: New length of its prompt, if it differs from the length with which the request was declared,
+            for example when a conversation continues in one request. The next operation other than a decode sends it
+            to the service and resets it to 0.
         block_ids: Its block table of each group, in the order of the tokens. Kept up to date by the session.
         credit_tokens: Number of computed tokens up to which it can allocate on credit, without a message to the
             service. Kept by the session.
@@ -45,6 +48,7 @@ class Request:
     extra_keys: ExtraKeys = NO_EXTRA_KEYS
     known_hashes: list[BlockHash] = field(default_factory=list)
     trace_parent: str = ""
+    num_prompt_tokens: int = field(default=0, init=False)
     block_ids: list[list[int]] = field(init=False)
     credit_tokens: int = field(default=0, init=False)
     num_credit_tokens: int = field(default=0, init=False)

@@ -13,7 +13,7 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from kvpool.wire.errors import ServerError
 
-_SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
+_SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.NEVER_FITS))
 """Outcomes of ALLOCATE before which the blocks that slid out of a window were freed."""
 _LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OUTCOMES: Final = frozenset(Outcome)
@@ -142,6 +142,8 @@ class ResultReader:
         request.freed = operation == Operation.FREE
         request.declared = not request.freed
         request.num_sent_tokens += step.num_appended_tokens[i]
+        sent = step.num_prompt_tokens[i] if step.num_prompt_tokens else 0
+        request.num_prompt_tokens = 0 if sent == request.num_prompt_tokens else request.num_prompt_tokens
         if request.freed:
             request.num_sent_tokens = 0
         if operation in _LEAVING:

@@ -12,13 +12,13 @@ from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
 from kvpool.client.protocol import SessionProtocol, ends_session
 from kvpool.client.request import Request, checked_token_ids
 from kvpool.client.step_builder import StepBuilder
-from kvpool.client.transports.transport import HeldRequest, OpenedSession
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, check_range
+from kvpool.client.transports.transport import OpenedSession
+from kvpool.core.errors import KvpoolError, UnauthenticatedError
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
 from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.steps.columns import Step
-from kvpool.core.views.pool_info import PoolInfo
+from kvpool.v1.pool_pb2 import PoolInfo
 
 _CONTINUES: Final = (
     "The session continues if its token is accepted again within the lease: "
@@ -35,13 +35,11 @@ class SessionBase:
     Attributes:
         config: The pool's configuration.
         epoch: The pool's epoch when the session was opened.
-        session_id: The session's secret name. A process that has stored it, and `sequence`, can resume the session
-            after a restart: see `Client.resume_session`.
-        session_number: Its number on the server, never used again; a resumed session gets another. Not secret.
+        session_id: The session's secret name.
+        session_number: Its number on the server, never used again. Not secret.
         table_lease: Epoch and session number that its block tables carry to the ranks.
         lease_seconds: The lease: how long the session outlives its last call.
-        held_requests: The requests that the session held when it was resumed; empty if it was opened. See `adopt`.
-        weights_version: The version of its weights when it was opened or resumed, or as this process has set it since.
+        weights_version: The version of its weights when it was opened, or as this process has set it since.
     """
 
     def __init__(self, opened: OpenedSession) -> None:
@@ -51,15 +49,12 @@ class SessionBase:
         self.session_number = opened.session_number
         self.table_lease = TableLease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
-        self.held_requests = opened.held
         self.weights_version = opened.weights_version
         self._transport = opened.transport
         self._calls = opened.calls
         self._lease_timer = opened.lease_timer
-        self._protocol = SessionProtocol(opened.config, opened.sequence)
-        self._adopted: set[int] = set()
-        """Numbers of the held requests that were adopted or freed."""
-        self._last_number = max((held.number for held in opened.held), default=0)
+        self._protocol = SessionProtocol(opened.config)
+        self._last_number = 0
         self._closed = False
 
     def __repr__(self) -> str:
@@ -86,6 +81,11 @@ class SessionBase:
         start it after the leases and its `--quarantine-seconds` are over, or use a journal.
         """
         return self._lease_timer.left_seconds
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the service has reported the end of the session, to a call or to a renewal of the lease."""
+        return self._lease_timer.lease_seconds == 0.0
 
     def take_copies(self) -> list[BlockCopy]:
         """Returns the copies of blocks to make before any layer of the next step runs, in order; each once.
@@ -117,9 +117,15 @@ class SessionBase:
         """
         token_ids = checked_token_ids(token_ids)
         self._last_number += 1
-        request = self._make(request_id, self._last_number, token_ids, extra_keys)
-        request.trace_parent = trace_parent
-        return request
+        return Request(
+            RequestId(request_id),
+            RequestNumber(self._last_number),
+            list(token_ids),
+            len(self.config.groups),
+            self._hasher,
+            extra_keys,
+            trace_parent=trace_parent,
+        )
 
     def request_hashed_elsewhere(
         self,
@@ -152,77 +158,10 @@ class SessionBase:
             trace_parent=trace_parent,
         )
 
-    def adopt(
-        self,
-        held: HeldRequest,
-        token_ids: Sequence[int],
-        *,
-        extra_keys: ExtraKeys = NO_EXTRA_KEYS,
-        num_computed_tokens: int = 0,
-    ) -> Request:
-        """Makes a request from one that a resumed session holds; it continues as if this process had made it.
-
-        If it is unknown whether its last step has been executed, execute that step again before any other. Where a
-        layer's state is overwritten in place (Mamba), this is impossible: free the request, and start it again.
-
-        Args:
-            held: One of `held_requests`.
-            token_ids: Prompt and output, at least as many tokens as the service knows.
-            extra_keys: Its LoRA, cache salt and multimodal items, as before.
-            num_computed_tokens: Number of tokens that had slots, as last known to the previous process. It may exceed
-                the number that the service knows, by the allocations on credit. 0 for the service's number, which may
-                be up to a block's tokens smaller; compute those tokens again.
-
-        Raises:
-            InvalidArgumentError: These are not the request's tokens or keys (checked by hash where the pool caches); or
-                it was adopted already; or it was declared by a unary call without a number, and can neither be adopted
-                nor freed by this client. Free other requests that cannot be adopted with `free_held`.
-        """
-        token_ids = checked_token_ids(token_ids)
-        if len(token_ids) < held.num_tokens:
-            known = f"{len(token_ids)} tokens; the service knows {held.num_tokens} of {held.request_id!r}"
-            raise InvalidArgumentError("token_ids", known)
-        if (extra_keys.lora_name or "") != held.lora_name:
-            raise InvalidArgumentError("extra_keys", f"the LoRA of {held.request_id!r} is {held.lora_name!r}")
-        if held.number in self._adopted:
-            raise InvalidArgumentError("held", f"{held.request_id!r} was adopted or freed already")
-        request = self._held(held, token_ids, extra_keys)
-        num_hashes = self.config.num_hashes(held.num_tokens) if self._hasher else 0
-        if num_hashes and request.hashes[num_hashes - 1] != held.last_block_hash:
-            raise InvalidArgumentError("token_ids", f"not those of {held.request_id!r}, by the hash of its last block")
-        if num_computed_tokens:
-            check_range("num_computed_tokens", num_computed_tokens, held.num_computed_tokens, self.config.max_model_len)
-            request.set_computed(num_computed_tokens, 0)
-        self._adopted.add(held.number)
-        return request
-
     @cached_property
     def _hasher(self) -> BlockHasher | None:
         config = self.config
         return BlockHasher(config.hash_scheme, config.hash_block_size) if config.enable_caching else None
-
-    def _held(self, held: HeldRequest, token_ids: Sequence[int], extra_keys: ExtraKeys = NO_EXTRA_KEYS) -> Request:
-        if not held.number:
-            raise InvalidArgumentError("held", f"steps cannot name {held.request_id!r}, which has no number")
-        request = self._make(held.request_id, held.number, token_ids, extra_keys)
-        request.declared = True
-        request.block_ids = [list(table) for table in held.block_ids]
-        request.num_sent_computed_tokens = held.num_computed_tokens
-        request.set_computed(held.num_computed_tokens, 0)
-        request.num_sent_tokens = min(
-            held.num_tokens, request.num_tokens
-        )  # fewer are known only of a request to be freed
-        return request
-
-    def _make(self, request_id: str, number: int, token_ids: Sequence[int], extra_keys: ExtraKeys) -> Request:
-        return Request(
-            RequestId(request_id),
-            RequestNumber(number),
-            list(token_ids),
-            len(self.config.groups),
-            self._hasher,
-            extra_keys,
-        )
 
     def new_step(
         self, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
@@ -303,21 +242,6 @@ class SessionBase:
             raise
         self.weights_version = weights_version
 
-    async def _free_held(self, held: HeldRequest) -> None:
-        """Frees a request of a resumed session that is not adopted; its tokens need not be known.
-
-        Raises:
-            InvalidArgumentError: It was adopted or freed already. Or it was declared by a unary call without a number,
-                and no step can name it: AllocatorService's Free, which takes its id, or the end of the session frees
-                its blocks.
-        """
-        if held.number in self._adopted:
-            raise InvalidArgumentError("held", f"{held.request_id!r} was adopted or freed already")
-        builder = self.new_step()
-        builder.free(self._held(held, ()))
-        await self._send(builder)
-        self._adopted.add(held.number)
-
     async def _pool(self) -> PoolInfo:
         """Returns the current state of the pool."""
         return await self._transport.get_pool(self.config.name)
@@ -362,7 +286,6 @@ class Session(SessionBase):
     evict_blocks = blocking(operations.evict_blocks)
     reset_prefix_cache = blocking(operations.reset_prefix_cache)
     get_common_prefix_blocks = blocking(operations.get_common_prefix_blocks)
-    free_held = blocking(SessionBase._free_held)
     settle = blocking(SessionBase._settle)
     mark_executed = blocking(SessionBase._mark_executed)
     set_weights_version = blocking(SessionBase._set_weights_version)

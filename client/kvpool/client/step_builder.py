@@ -27,6 +27,7 @@ _DECLARING: Final = frozenset(
 _LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OFTEN_EMPTY: Final = (
     "declares",
+    "num_prompt_tokens",
     "num_taken_tokens",
     "num_rejected_tokens",
     "num_lookahead_tokens",
@@ -66,6 +67,7 @@ class StepBuilder:
     An allocation within a request's credit is not sent: the session answers it itself. All answers are filled when the
     step has been answered. After the first operation that finds too few blocks (`Outcome.NO_BLOCKS`), or would exceed
     the session's max_blocks (`Outcome.OVER_QUOTA`), later operations that need blocks are skipped (`Outcome.SKIPPED`).
+    The outcome of a request that needs more blocks than the session can ever hold is `Outcome.NEVER_FITS`: free it.
     A step names a request at most once. While it is collected, its session must not make another step.
 
     Attributes:
@@ -126,7 +128,8 @@ class StepBuilder:
         """Looks up the cached prefix of a request, and allocates slots for more of its tokens, atomically.
 
         In a step it allocates as many of the remaining tokens as the budgets allow. On a session it returns an
-        `Admission`, or None if there are too few blocks or the session would exceed its max_blocks.
+        `Admission`, or None if there are too few blocks or the session would exceed its max_blocks, and raises
+        ExhaustedError (REQUEST_NEVER_FITS) if the session can never hold enough blocks.
 
         Args:
             request: A request that holds no blocks.
@@ -163,7 +166,8 @@ class StepBuilder:
         On a session it returns one of three. An `Allocation` holds the new blocks. None means that there are too few
         blocks, or the session would exceed its max_blocks: preempt a request and try again (in a step, the outcome
         distinguishes the two). `HitChanged` means that a block of the look-up has been evicted meanwhile: allocate
-        again with its hit. In the last two cases nothing was allocated.
+        again with its hit. In the last two cases nothing was allocated. As `admit`, it raises ExhaustedError for a
+        request that never fits.
 
         Args:
             request: The request.
@@ -185,7 +189,7 @@ class StepBuilder:
             raise InvalidArgumentError("num_computed_tokens", message)
         if num_lookahead_tokens < 0:
             raise _negative_lookahead(num_lookahead_tokens)
-        must_send = rejected or computed or num_encoder_tokens
+        must_send = rejected or computed or num_encoder_tokens or request.num_prompt_tokens
         # On credit no block slides out of a window, so that the number of tokens in flight makes no difference.
         must_send = must_send or (
             options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS
@@ -279,6 +283,15 @@ class StepBuilder:
             answer.fill(Outcome.OK, [[] for _ in range(self._format.num_groups)])
         for decodes, num_requests in self._decodes:
             decodes.fill(num_requests, [[]] * self._format.num_groups)
+
+    def refuse(self) -> None:
+        """Answers all operations without the service: those that are not on credit find too few blocks."""
+        self.take_credit()
+        for row in self.rows:
+            if isinstance(row, DecodeRow):
+                row.answer.refused = dict.fromkeys(row.places, Outcome.NO_BLOCKS)
+            else:
+                row.answer.fill(Outcome.NO_BLOCKS, [])
 
     def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
         """Looks up the longest cached prefix of a request that holds no blocks; its last token is never hit.
@@ -408,6 +421,8 @@ class StepBuilder:
         if operation not in _LEAVING:  # their tokens may be too many for the service
             self._put_contents(request)  # may raise
             appended = len(request.token_ids) - request.num_sent_tokens
+            if request.num_prompt_tokens:
+                self._put("num_prompt_tokens", [request.num_prompt_tokens])
         self._named.add(request)
         if not request.declared:
             self.step.request_ids.append(request.request_id)

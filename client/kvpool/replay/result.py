@@ -42,24 +42,17 @@ class Counts:
 
 @dataclass(slots=True)
 class Result:
-    """Counts of a whole replay.
+    """Result of a replay.
 
     Attributes:
         counts: The sum of all schedulers.
-        by_session: The counts of each scheduler; None for a scheduler that died.
         evicted_blocks: Cached blocks that the pool evicted during the replay.
         seconds: Its duration.
     """
 
     counts: Counts
-    by_session: list[Counts | None]
     evicted_blocks: int
     seconds: float
-
-    @property
-    def failed_sessions(self) -> int:
-        """Number of schedulers that died."""
-        return self.by_session.count(None)
 
     def as_json(self) -> dict[str, object]:
         """Returns the JSON object of `--json`."""
@@ -69,8 +62,6 @@ class Result:
             "evicted_blocks": self.evicted_blocks,
             "seconds": self.seconds,
             "steps_per_second": self.counts.steps / self.seconds if self.seconds else 0.0,
-            "sessions": len(self.by_session),
-            "failed_sessions": self.failed_sessions,
         }
 
     def rows(self) -> list[tuple[str, str]]:

@@ -10,24 +10,20 @@
    after the first request that finds too few blocks. A preempted request, taken from the end, has thus got none.
 """
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Final, TypeAlias
 
-from kvpool.client import Answer, Client, KvpoolError, Request, Session
-from kvpool.client.connection import DEFAULT_DEADLINE_SECONDS
+from kvpool.client import Answer, Request, Session
 from kvpool.core.specs.base import RequestLimits
 from kvpool.core.specs.kinds import allocation_spec, num_draft_blocks
 from kvpool.replay.executor import Executor, NoModel, Scheduled
 from kvpool.replay.result import Counts
 from kvpool.replay.workload import Work, Workload
 from kvpool.wire.backoff import Backoff
-from kvpool.wire.channels import ClientCredentials
 
 _MAX_ADMISSIONS: Final = 64
 
@@ -41,37 +37,6 @@ class _Entry(Scheduled):
 
 _Chunk: TypeAlias = tuple[_Entry, int]
 """A running request, and the number of its tokens to compute in a round."""
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOptions:
-    """Options of a scheduler process.
-
-    Attributes:
-        address: The service.
-        pool: Name of the pool, which exists.
-        lease_seconds: Lease of the session; 0 for the server's default.
-        max_num_seqs: Maximum number of running requests.
-        max_num_batched_tokens: Maximum tokens of a round.
-        open_executor: Opens the executor of a session; None to compute nothing.
-        step_seconds: Time to sleep per round, if nothing is computed.
-        in_turn: Whether schedulers play their rounds in turn, so that their counts are the same on every machine.
-        start_after_requests: Number of requests after which the next scheduler starts; 0 starts all at once.
-        access: TLS and token for the connection.
-        deadline_seconds: Time limit of each call, retries included.
-    """
-
-    address: str
-    pool: str
-    lease_seconds: float = 0.0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    open_executor: Callable[[Session], AbstractContextManager[Executor]] | None = None
-    step_seconds: float = 0.0
-    in_turn: bool = False
-    start_after_requests: int = 0
-    access: ClientCredentials = ClientCredentials()  # noqa: RUF009 - frozen
-    deadline_seconds: float = DEFAULT_DEADLINE_SECONDS
 
 
 class Scheduler:
@@ -112,18 +77,22 @@ class Scheduler:
             self._take(work)
 
     @property
-    def epoch(self) -> int:
-        """The pool's epoch when its session was opened."""
-        return self._session.epoch
+    def is_done(self) -> bool:
+        """Whether the whole workload was played."""
+        return not (self._waiting or self._running or self._finished)
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> Counts:
         """Plays the workload to its end, or until `stopped` returns true; it is called before each round."""
-        while (self._waiting or self._running or self._finished) and not stopped():
-            if self._round():
-                self._backoff.reset()
-            else:  # others hold the blocks
-                time.sleep(self._backoff.next())
+        while not self.is_done and not stopped():
+            self.play_round()
         return self.counts
+
+    def play_round(self) -> None:
+        """Plays one round; pauses after it if others hold the blocks."""
+        if self._round():
+            self._backoff.reset()
+        else:
+            time.sleep(self._backoff.next())
 
     def _take(self, work: Work) -> None:
         self.counts.input_tokens += len(work.token_ids)
@@ -234,35 +203,3 @@ class Scheduler:
 
 def _refused(chunks: list[_Chunk], answers: list[Answer]) -> list[_Chunk]:
     return [chunk for chunk, answer in zip(chunks, answers, strict=True) if not answer.ok]
-
-
-@contextlib.contextmanager
-def open_scheduler(
-    client: Client, share: Workload, options: SchedulerOptions, client_name: str, advance: Callable[[], object]
-) -> Iterator[Scheduler]:
-    """Opens a session and yields a scheduler on it; closes the session afterwards.
-
-    Args:
-        client: A connection to the service.
-        share: The workload.
-        options: The scheduler's options.
-        client_name: Name of the session for people.
-        advance: Called for each request that is done.
-    """
-    session = client.open_session(options.pool, client_name=client_name, lease_seconds=options.lease_seconds)
-    try:
-        idle = contextlib.nullcontext(NoModel(options.step_seconds))
-        with options.open_executor(session) if options.open_executor else idle as executor:
-            yield Scheduler(
-                session,
-                share,
-                max_num_seqs=options.max_num_seqs,
-                max_num_batched_tokens=options.max_num_batched_tokens,
-                advance=advance,
-                executor=executor,
-            )
-    except BaseException:
-        with contextlib.suppress(KvpoolError):  # the session has usually ended already; raise the first error
-            session.close()
-        raise
-    session.close()

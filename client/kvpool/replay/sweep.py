@@ -1,6 +1,6 @@
 """Hit tokens of a trace in pools of every size, from one pass over it: a miss-ratio curve.
 
-1. The requests play one after another, as in `replay_serially`: a request is looked up and admitted when the one before
+1. The requests play one after another, as in `play_prompts`: a request is looked up and admitted when the one before
    it has been freed. Sizes begin with the largest request, so every request is admitted.
 2. Freed blocks are used again in the order in which they became free, and those of one request last block first. So a
    pool of any size holds the first blocks of one stack: newest request first, and the blocks of a request in order. A

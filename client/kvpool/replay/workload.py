@@ -1,13 +1,10 @@
-"""Workloads of schedulers: a share of a trace, or generated chats."""
+"""Workloads of schedulers: generated chats."""
 
 import functools
 import random
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final, Protocol
-
-from kvpool.replay.trace import read_trace
 
 _CHAT_ID: Final = re.compile("[./]")
 """Separators in the work id of a chat: place, number of the conversation in that place, turn."""
@@ -39,42 +36,6 @@ class Workload(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class TraceShare:
-    """Every n-th request of a trace. All requests are ready at the start.
-
-    Attributes:
-        path: The trace.
-        limit: Maximum number of requests of the trace; None for all.
-        index: Number of this share, in [0, of).
-        of: Number of shares.
-        num_rounds: How often each request is played; None repeats it without end.
-    """
-
-    path: Path
-    limit: int | None
-    index: int
-    of: int
-    num_rounds: int | None = 1
-
-    def start(self) -> list[Work]:
-        """See `Workload`."""
-        trace = read_trace(self.path, self.limit)
-        return [
-            Work(f"r{i}.0", entry.token_ids(), entry.output_length)
-            for i, entry in enumerate(trace)
-            if i % self.of == self.index
-        ]
-
-    def follow_up(self, done: Work, output: list[int]) -> Work | None:
-        """See `Workload`: the same request in the next round."""
-        del output
-        request, _, number = done.work_id.partition(".")
-        if _is_last(int(number), self.num_rounds):
-            return None
-        return Work(f"{request}.{int(number) + 1}", done.token_ids, done.output_length)
-
-
-@dataclass(frozen=True, slots=True)
 class ChatShare:
     """Generated conversations over shared system prompts and documents. A turn's prompt contains all earlier turns.
 
@@ -100,7 +61,8 @@ class ChatShare:
         """See `Workload`: the next turn of the conversation, or the first turn of the next conversation."""
         place, number, turn = _CHAT_ID.split(done.work_id)
         if int(turn) + 1 == self.num_turns:
-            return None if _is_last(int(number), self.num_rounds) else self._first_turn(place, int(number) + 1)
+            is_last = self.num_rounds is not None and int(number) + 1 >= self.num_rounds
+            return None if is_last else self._first_turn(place, int(number) + 1)
         work_id = f"{place}.{number}/{int(turn) + 1}"
         own = self._source(work_id)
         history = done.token_ids + output + _tokens(own, own.randint(20, 120))
@@ -122,10 +84,6 @@ def _contexts(seed: int) -> list[list[int]]:
     shared = random.Random(seed)  # noqa: S311 - a workload
     systems = [_tokens(shared, 200 + 100 * i) for i in range(4)]
     return [system + _tokens(shared, shared.randint(100, 400)) for system in systems for _ in range(10)]
-
-
-def _is_last(number: int, num_rounds: int | None) -> bool:
-    return num_rounds is not None and number + 1 >= num_rounds
 
 
 def _tokens(source: random.Random, count: int) -> list[int]:

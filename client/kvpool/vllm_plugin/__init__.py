@@ -7,6 +7,7 @@ kvpool pay for nothing but this module.
 
 import functools
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ _ADDRESS: Final = "KVPOOL_ADDRESS"
 _SWITCH: Final = "KVPOOL_VLLM_PLUGIN"
 _KEY: Final = "kvpool"
 _ARGUMENTS: Final = "vllm.engine.arg_utils"
+_SCHEDULERS: Final = "kvpool.client.vllm"
 _MARK: Final = "chooses_kvpool"
 
 
@@ -26,6 +28,7 @@ def register() -> None:
     to import it. A program that calls `load_general_plugins` before it imports vLLM's engine must set KVPOOL_ADDRESS
     before, too.
     """
+    logging.getLogger("vllm.config.scheduler").addFilter(_is_for_users)
     module = sys.modules.get(_ARGUMENTS)
     if module is None and os.environ.get(_ADDRESS):
         module = importlib.import_module(_ARGUMENTS)
@@ -42,17 +45,27 @@ def _wrap(arguments_class: Any) -> None:
 
     @functools.wraps(create)
     def create_engine_config(arguments: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _names_server(getattr(arguments, "additional_config", None)):
+        uses_kvpool = _names_server(getattr(arguments, "additional_config", None))
+        has_variables = any(name.startswith("KVPOOL_") for name in os.environ)
+        if os.environ.get(_SWITCH) == "0" or not (uses_kvpool or has_variables):
             return create(arguments, *args, **kwargs)
         from kvpool.client.vllm import activation  # noqa: PLC0415 - imports gRPC
 
+        activation.warn_of_variables(uses_kvpool=uses_kvpool)
+        if not uses_kvpool:
+            return create(arguments, *args, **kwargs)
         activation.choose_classes(arguments)
         config = create(arguments, *args, **kwargs)
-        activation.log_use(config)
+        activation.check_services(config)
         return config
 
     setattr(create_engine_config, _MARK, True)
     arguments_class.create_engine_config = create_engine_config
+
+
+def _is_for_users(record: logging.LogRecord) -> bool:
+    """Drops vLLM's warning that a scheduler class may have no support and no async scheduling: kvpool's has both."""
+    return not (str(record.msg).startswith("Using custom scheduler class") and _SCHEDULERS in str(record.args))
 
 
 def _names_server(additional_config: object) -> bool:

@@ -87,6 +87,8 @@ class LentRank:
         self._held: _Held | None = None
         self._last_epoch = 0
         """The newest epoch of the rank."""
+        self._weights_bytes = 0
+        """What the weights of the newest engine take of the device; 0 if it is not known."""
         self._changing: Final = asyncio.Lock()
         """Held while the memory is replaced."""
         self._restore(past)
@@ -106,7 +108,8 @@ class LentRank:
         """The memory, whose layout engines must declare; the most that may be allocated while there is none."""
         held, settings = self._current, self.settings
         size_bytes = held.declared.size_bytes if held else self._available_bytes
-        return Offer(settings.rank, settings.world_size, size_bytes, held is not None, str(self.device))
+        device = str(self.device)
+        return Offer(settings.rank, settings.world_size, size_bytes, held is not None, device, self._weights_bytes)
 
     @property
     def status(self) -> WorkerStatus:
@@ -125,8 +128,8 @@ class LentRank:
         """Memory of the device."""
         return device_memory(self.device)
 
-    async def ready_memory(self, declared: DeclaredMemory) -> ReadyMemory:
-        """Makes the memory that an engine declares available, and waits until the pool is open.
+    async def ready_memory(self, declared: DeclaredMemory, weights_bytes: int = 0) -> ReadyMemory:
+        """Makes the memory that an engine declares available, and waits until the pool is open. See `MemoryOwner`.
 
         Raises:
             WrongStateError: Processes use memory of another layout, or the other ranks declared fewer blocks.
@@ -148,6 +151,7 @@ class LentRank:
         if pool.num_blocks != declared.config.num_blocks:
             message = f"{declared.config.num_blocks}; the ranks of the pool have {pool.num_blocks}"
             raise WrongStateError("FEWER_BLOCKS", message, field="declared.config.num_blocks")
+        self._weights_bytes = weights_bytes or self._weights_bytes
         return ReadyMemory(pool.epoch, pool.num_blocks, held.cache.duplicate)
 
     def report_gone(self, leases: Collection[TableLease]) -> None:

@@ -29,21 +29,12 @@ from kvpool.gpu_worker.rank_effects import (
 from kvpool.gpu_worker.rank_pool import RankCache, RankPool, WorkerHooks
 from kvpool.gpu_worker.rank_protocol import Phase, RankFence, RankProtocol
 from kvpool.gpu_worker.readiness import Readiness
-from kvpool.gpu_worker.route import Route
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
-from kvpool.gpu_worker.stream import (
-    FirstMessage,
-    Incoming,
-    RankCall,
-    message_request,
-    place_request,
-    registration_request,
-)
+from kvpool.gpu_worker.stream import Incoming, RankCall, message_request, registration_request
 from kvpool.gpu_worker.worker_log import WorkerLog
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.ranks import server_message_from_proto
-from kvpool.wire.seeds import ShardAddress
 
 LEAVE_TIMEOUT_SECONDS: Final = 2.0
 """Time that the server may take to end the stream of a rank that leaves."""
@@ -77,7 +68,7 @@ class RankLoop(Generic[_FenceT]):
         self.name = f"rank {settings.rank} of {settings.world_size}"
         self.readiness = Readiness(self.name)
         self.fence = fence(lambda: self.put(self.protocol.steps_ended))
-        self.protocol = RankProtocol(registration, Route(parse_seeds(settings.server)), self.fence, cache.allocation)
+        self.protocol = RankProtocol(registration, parse_seeds(settings.server), self.fence, cache.allocation)
         self._settings = settings
         self._device = registration.device
         self._cache = cache
@@ -130,7 +121,7 @@ class RankLoop(Generic[_FenceT]):
             finally:
                 self.readiness.close()
                 if self._stream:
-                    self._stream.finish(0.0 if protocol.route.asks else LEAVE_TIMEOUT_SECONDS)
+                    self._stream.finish(LEAVE_TIMEOUT_SECONDS)
                 if protocol.phase is not Phase.ABANDONED:
                     self._jobs.submit(self._release).result()
         if protocol.phase is Phase.LEFT:
@@ -170,15 +161,11 @@ class RankLoop(Generic[_FenceT]):
             self.log.passed(epoch)
 
     def _open_stream(self, registration: Registration) -> None:
-        """Joins, or asks for the shard of the pool first."""
-        settings, route = self._settings, self.protocol.route
-        self.log.server = route.target
-        access = settings.access if route.asks else settings.access.at_shard(route.shard or "")
-        first: FirstMessage = registration_request(settings.pool, registration)
-        if route.asks:
-            first = place_request(settings.pool, settings.zone)
+        settings, target = self._settings, self.protocol.target
+        self.log.server = target
+        first = registration_request(settings.pool, registration)
         try:
-            self._stream = RankCall(route.target, access, first, self._deliver)
+            self._stream = RankCall(target, settings.access, first, self._deliver)
         except ValueError as error:  # a certificate or token is missing or being replaced
             reason = UnavailableError("NO_ACCESS", str(error))
             self.put(lambda: self.protocol.stream_ended(reason, time.monotonic()))
@@ -205,9 +192,6 @@ class RankLoop(Generic[_FenceT]):
         if isinstance(incoming, KvpoolError):
             self._drop_stream()
             return self.protocol.stream_ended(incoming, now_seconds)
-        if isinstance(incoming, ShardAddress):
-            self._drop_stream()
-            return self.protocol.placed(incoming)
         try:
             message = server_message_from_proto(incoming)
         except InvalidArgumentError as error:
@@ -261,4 +245,4 @@ class RankLoop(Generic[_FenceT]):
             return True
 
         if self.readiness.open(pool, admit):
-            self.log.ready(ready, pool.allocated_bytes, self._device)
+            self.log.ready(ready, self._cache.allocated_bytes, self._device)

@@ -34,11 +34,6 @@ class RankPool:
     kv_caches: Mapping[str, LayerCache]
     buffers: tuple[torch.Tensor, ...]
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Size of the buffers."""
-        return sum(map(len, self.buffers))
-
 
 def _no_hook(*_: object) -> None:
     """The default hook, which does nothing."""

@@ -6,8 +6,8 @@
 3. An epoch continues until the server ends it. A broken stream does not end it, because only steps of this rank write
    its blocks.
 4. Only the newest plan of the current stream is answered, and only after its tensors are allocated.
-5. Errors that joining again can resolve are retried indefinitely, at the server that `route` chooses. Errors that the
-   caller must resolve end the rank.
+5. Errors that joining again can resolve are retried indefinitely, at the server that a search for the primary chooses.
+   Errors that the caller must resolve end the rank.
 6. A plan is answered, and tensors are freed for it, when no step of an earlier epoch is in flight. The newest fence of
    the stream is answered at once, with the sessions of which steps that it excludes are in flight, and again whenever
    these become fewer. While they are more than an answer can name, there is none.
@@ -59,10 +59,9 @@ from kvpool.gpu_worker.rank_effects import (
     Send,
     SessionsGone,
 )
-from kvpool.gpu_worker.route import Route
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError, ServerError
-from kvpool.wire.seeds import OTHER_SHARD, ShardAddress
+from kvpool.wire.seeds import AddressBook, PrimarySearch
 
 REGISTER_TIMEOUT_SECONDS: Final = 10.0
 """Time to connect and to receive the first message of the server."""
@@ -132,7 +131,6 @@ class RankProtocol:
 
     Attributes:
         phase: The phase of the rank.
-        route: The server of the next stream.
         ready: The current epoch; None if there is none.
         status: The newest state of the pool that the server reported.
         held: The tensors that the rank holds; None before the first allocation and while others are being allocated.
@@ -144,7 +142,7 @@ class RankProtocol:
     def __init__(
         self,
         registration: Registration,
-        route: Route,
+        seeds: tuple[str, ...],
         fence: RankFence,
         held: Allocation | None = None,
         draw: Callable[[], float] | None = None,
@@ -153,14 +151,13 @@ class RankProtocol:
 
         Args:
             registration: The rank's registration; the protocol adds the tensors that are held.
-            route: Chooses the server of each stream.
+            seeds: Addresses of the server, or of a primary and its standbys.
             fence: Admits the rank's steps. The protocol sets it; the caller opens it after it has made the views, and
                 calls `steps_ended` when the fence reports the end of stale steps.
             held: The tensors of an earlier process, of the epoch in `registration.held`; None if there are none.
             draw: See `Backoff`.
         """
         self.phase = Phase.REJOINING
-        self.route = route
         self.ready: Ready | None = None
         self.status: PoolStatus | None = None
         self.held = held
@@ -168,6 +165,8 @@ class RankProtocol:
         self.num_answers = 0
         self.answered_seconds: float | None = None
         self._registration = registration
+        self._servers = AddressBook(seeds)
+        self._search = PrimarySearch(self._servers)
         self._backoff = Backoff(0.1, 3.0, draw=draw)
         self._fence = fence
         self._fence_sequence = 0
@@ -191,6 +190,11 @@ class RankProtocol:
         self._heartbeat_due_seconds = 0.0
         self._join_due_seconds = 0.0
         self._sequence = 0
+
+    @property
+    def target(self) -> str:
+        """Address of the server of the next stream."""
+        return self._servers.target
 
     @property
     def is_over(self) -> bool:
@@ -248,11 +252,6 @@ class RankProtocol:
             case _:
                 assert_never(message)
 
-    def placed(self, location: ShardAddress) -> list[Effect]:
-        """Handles the shard of the pool, which the route had asked for: joins it."""
-        self.route.placed(location)
-        return self._open_stream()
-
     def allocated(self, planned: Planned, allocation: Allocation) -> list[Effect]:
         """Handles the result of an `Allocate` effect."""
         self._is_allocating = False
@@ -270,7 +269,7 @@ class RankProtocol:
         """Handles an error that ends the stream. The server or the connection may have ended it already."""
         if self._is_fatal(error):
             return self._end(Phase.FAILED, Failed(error))
-        routed_seconds = self.route.failed(error)
+        routed_seconds = self._search.failed(self.target, error)
         pause_seconds = self._backoff.next(error.retry_seconds if routed_seconds is None else routed_seconds)
         self._planned = None
         self._fence_sequence = 0
@@ -326,9 +325,6 @@ class RankProtocol:
         self._last_seen_seconds = now_seconds
         self._sequence = 0
         self._gone = dict.fromkeys(self._gone, _NEVER)
-        return self._open_stream()
-
-    def _open_stream(self) -> list[Effect]:
         held = HeldTensors(self._held_epoch, self.held.num_blocks) if self.held else None
         return [OpenStream(replace(self._registration, held=held, last_epoch=self._last_epoch))]
 
@@ -379,7 +375,7 @@ class RankProtocol:
         if status.heartbeat_sequence:
             self.num_answers += 1
             self.answered_seconds = now_seconds
-            self.route.joined()
+            self._search = PrimarySearch(self._servers)
             self._backoff.reset()  # a registration alone does not show that the server works
             self._gone = {
                 lease: heartbeat
@@ -428,5 +424,5 @@ class RankProtocol:
         if isinstance(error, UnauthenticatedError | DeniedError):  # the token of a registered rank may be renewed
             return self._timing is None
         if isinstance(error, InvalidArgumentError | WrongStateError | NotFoundError):
-            return error.reason != OTHER_SHARD
+            return True
         return isinstance(error, ServerError) and error.reason in _FATAL_CODES

@@ -19,8 +19,8 @@ class WorkerSettings:
     """A worker's settings.
 
     Attributes:
-        server: Address of the server: `host:port` or `unix:/path`; or those of servers of a cluster, separated by
-            commas, which are asked for the shard of the pool.
+        server: Address of the server: `host:port` or `unix:/path`; or those of a primary and its standbys, separated
+            by commas.
         pool: Name of the pool.
         rank: Number of this rank, [0, world_size).
         world_size: Number of ranks of the pool, [1, 4096].
@@ -30,8 +30,6 @@ class WorkerSettings:
         gpu_memory_utilization: The share, (0, 1]. Memory that is already in use counts towards it.
         reserve_bytes: Memory left free on a CUDA device for later allocations, such as activations and graphs.
         access: Credentials for the server.
-        zone: Zone of the rank. A pool that has no shard yet is placed on one whose primary is in this zone, if there is
-            one. Empty: no zone.
     """
 
     server: str
@@ -44,7 +42,6 @@ class WorkerSettings:
     gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
     access: ClientCredentials = ClientCredentials()  # noqa: RUF009 - frozen
-    zone: str = ""
 
     def __post_init__(self) -> None:
         try:

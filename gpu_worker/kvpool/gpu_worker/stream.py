@@ -1,8 +1,8 @@
-"""The calls of a rank to the server. Each has its own connection, and a thread that reads."""
+"""The streams of a rank to the server. Each has its own connection, and a thread that reads."""
 
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Final, assert_never
 
@@ -11,18 +11,14 @@ import grpc
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.core.ranks.messages import Registration
 from kvpool.gpu_worker.rank_effects import Fenced, Heartbeat, Initialized, Leave, SessionsGone, WorkerMessage
-from kvpool.v1 import directory_pb2, directory_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.channels import CHANNEL_OPTIONS, ClientCredentials
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.pools import mapping_processes_to_proto
 from kvpool.wire.ranks import registration_to_proto
-from kvpool.wire.seeds import ShardAddress
 
-Incoming = worker_pb2.JoinResponse | ShardAddress | KvpoolError
-"""A message, the shard of the pool, or the error that ended the call."""
-FirstMessage = directory_pb2.PlaceRequest | worker_pb2.JoinRequest
-"""The question for the shard of a pool, or the registration."""
-_PLACE_TIMEOUT_SECONDS: Final = 5.0
+Incoming = worker_pb2.JoinResponse | KvpoolError
+"""A message, or the error that ended the call."""
 
 _OPTIONS: Final = (
     *CHANNEL_OPTIONS,
@@ -30,11 +26,6 @@ _OPTIONS: Final = (
     # Missing heartbeats show either side that the network is cut off.
     ("grpc.use_local_subchannel_pool", 1),
 )
-
-
-def place_request(pool: str, zone: str) -> directory_pb2.PlaceRequest:
-    """Makes the question for the shard of a pool."""
-    return directory_pb2.PlaceRequest(pool_name=pool, zone=zone)
 
 
 def registration_request(pool: str, registration: Registration) -> worker_pb2.JoinRequest:
@@ -72,13 +63,13 @@ def message_request(message: WorkerMessage) -> worker_pb2.JoinRequest:
 
 
 class RankCall:
-    """A call of a rank, over a connection of its own: Place or Join, and the thread that reads it."""
+    """A call of Join, over a connection of its own, and the thread that reads it."""
 
     def __init__(
         self,
         address: str,
         access: ClientCredentials,
-        first: FirstMessage,
+        first: worker_pb2.JoinRequest,
         deliver: Callable[["RankCall", Incoming], None],
     ) -> None:
         """Starts the call.
@@ -86,13 +77,12 @@ class RankCall:
         Args:
             address: Address of the server.
             access: Credentials of the rank; their files are read now.
-            first: The only message of Place, or the first one of Join.
+            first: The registration.
             deliver: Called from the thread with each message and, as the last call, with the error that ended the call.
 
         Raises:
             ValueError: A file of `access` cannot be read.
         """
-        self._address = address
         self._first = first
         self._deliver = deliver
         self._channel = access.channel(address, _OPTIONS)
@@ -101,7 +91,7 @@ class RankCall:
         self._reader.start()
 
     def send(self, request: worker_pb2.JoinRequest) -> None:
-        """Queues a message of Join."""
+        """Queues a message."""
         self._outgoing.put(request)
 
     def finish(self, timeout_seconds: float) -> None:
@@ -117,29 +107,12 @@ class RankCall:
 
     def _read(self) -> None:
         error: KvpoolError = UnavailableError("STREAM_ENDED", "the server ended the stream")
+        outgoing = chain([self._first], iter(self._outgoing.get, None))
         try:
-            for incoming in self._incoming():
+            for incoming in worker_pb2_grpc.WorkerServiceStub(self._channel).Join(outgoing):
                 self._deliver(self, incoming)
         except grpc.RpcError as failure:
             error = from_rpc_error(failure)
-        except UnavailableError as failure:
-            error = failure
         except ValueError:  # cancelled before it began
             error = UnavailableError("CANCELLED", "the call was cancelled")
         self._deliver(self, error)
-
-    def _incoming(self) -> Iterable[Incoming]:
-        if isinstance(self._first, directory_pb2.PlaceRequest):
-            return [self._place(self._first)]
-        outgoing = chain([self._first], iter(self._outgoing.get, None))
-        return worker_pb2_grpc.WorkerServiceStub(self._channel).Join(outgoing)
-
-    def _place(self, request: directory_pb2.PlaceRequest) -> ShardAddress:
-        place = directory_pb2_grpc.DirectoryServiceStub(self._channel).Place
-        try:
-            answer = place(request, timeout=_PLACE_TIMEOUT_SECONDS)
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
-                raise
-            return ShardAddress()  # an older server, which has all pools
-        return ShardAddress.of(answer.shard, answer.addresses, self._address if answer.is_own else "")

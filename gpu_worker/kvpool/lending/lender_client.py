@@ -5,7 +5,10 @@
 2. A fence is answered when no step that it excludes is in flight: by the step that finds the fence, or by a thread.
 3. While the connection is broken, steps that the newest fence admits may run: the memory is mapped, and the server
    gives out no blocks without the rank. A thread connects again, maps again and names the sessions again.
-4. If the lender then has other memory, or refuses, no step runs any more.
+4. If the lender then has other memory, or refuses, no step runs any more. Until the thread has learned that, steps of
+   an ended epoch can run. They use the old memory, of which the server gives out no block any more; the new memory is
+   another file. A lender that kept the memory has a list of the processes and their sessions. It is not ready for the
+   next epoch before this process has answered the fence that excludes these sessions.
 5. A lease of a later epoch shows that the epoch has passed: the memory is mapped again, and the step waits for that.
 6. While the memory is unmapped, no step runs. Each new connection reports this before it names the sessions. The lender
    sends no fences meanwhile, so each session is named again before its first step after the memory is mapped.
@@ -47,6 +50,7 @@ from kvpool.lending.requests import (
 from kvpool.v1 import lending_pb2
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
+from kvpool.wire.fields import field_values
 from kvpool.wire.lending import LENDING_VERSION
 
 _log = logging.getLogger("kvpool.lending")
@@ -105,7 +109,6 @@ class LenderClient:
         self._sessions: set[TableLease] = set()
         self._final_error: StaleTablesError | None = None
         self._is_closed = False
-        self._num_lost_connections = 0
         self._lock: Final = threading.Lock()
         self._reconnected: Final = threading.Condition(self._lock)
         self._connection: Connection | None = None
@@ -117,19 +120,13 @@ class LenderClient:
         self._thread: Final = threading.Thread(target=self._run, name="kvpool-lending", daemon=True)
         self._thread.start()
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the connection works, as far as is known."""
-        with self._lock:
-            return self._connection is not None
-
-    @property
-    def num_lost_connections(self) -> int:
-        """Number of connections that broke."""
-        return self._num_lost_connections
-
     def map(
-        self, declared: DeclaredMemory, timeout_seconds: float, *, finish_steps: Callable[[], object] | None = None
+        self,
+        declared: DeclaredMemory,
+        timeout_seconds: float,
+        *,
+        finish_steps: Callable[[], object] | None = None,
+        weights_bytes: int = 0,
     ) -> "LentMemory":
         """Maps the memory, when all ranks of the pool are ready.
 
@@ -138,6 +135,7 @@ class LenderClient:
             timeout_seconds: How long to wait for the other ranks.
             finish_steps: Waits for the steps in flight and finishes their tickets; called from a thread when a fence
                 excludes a step in flight. None if the caller of `step` finishes its ticket soon.
+            weights_bytes: What the engine's weights take of the device, which later offers state; 0 for unknown.
 
         Raises:
             WrongStateError: The memory has another size than declared (SIZE_DIFFERS), or is smaller than that
@@ -151,7 +149,7 @@ class LenderClient:
                 raise WrongStateError("ALREADY_MAPPED", "this process has mapped the memory before")
             memory = reserve_memory(self.offer.device, declared.size_bytes)
             self._finish_steps = finish_steps
-            mapped = self._map(Mapping(declared, "", timeout_seconds, memory))
+            mapped = self._map(Mapping(declared, "", timeout_seconds, memory, weights_bytes))
         return LentMemory(self, memory.buffer, mapped.num_blocks, mapped.epoch)
 
     def unmap(self) -> None:
@@ -319,7 +317,6 @@ class LenderClient:
 
     def _lose(self, error: KvpoolError) -> None:
         if self._connection:
-            self._num_lost_connections += 1
             self._connection.close()
             self._connection = None
             _log.warning("lender lost", extra={"address": self.address, "reason": error.reason, "error": str(error)})
@@ -408,7 +405,7 @@ class LenderClient:
         except KvpoolError:
             connection.close()
             raise
-        return connection, Offer(offer.rank, offer.world_size, offer.available_bytes, offer.is_lent, offer.device)
+        return connection, Offer(**field_values(Offer, offer))
 
     def _reconnect(self) -> bool:
         """Tries to restore the connection. Returns whether it is there, or will never be."""

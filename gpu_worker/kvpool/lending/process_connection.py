@@ -158,7 +158,9 @@ class ProcessConnection:
         match request.WhichOneof("message"):
             case "map":
                 with self._refusals():
-                    await self._map(borrower, declared_from_proto("declared", request.map.declared))
+                    await self._map(
+                        borrower, declared_from_proto("declared", request.map.declared), request.map.weights_bytes
+                    )
             case "bind":
                 with self._refusals():
                     number = SessionNumber(request.bind.session_number)
@@ -172,10 +174,10 @@ class ProcessConnection:
             case _:
                 raise InvalidArgumentError("message", "is not set, or not expected now")
 
-    async def _map(self, borrower: Borrower, declared: DeclaredMemory) -> None:
+    async def _map(self, borrower: Borrower, declared: DeclaredMemory, weights_bytes: int) -> None:
         self._borrowers.resend_fence(borrower, self._link)
         while True:
-            memory = await self._while_connected(borrower, self._rank.ready_memory(declared))
+            memory = await self._while_connected(borrower, self._rank.ready_memory(declared, weights_bytes))
             descriptor, memory_id = memory.duplicate()
             mapped = lending_pb2.Mapped(
                 epoch=memory.epoch,

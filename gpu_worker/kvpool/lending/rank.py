@@ -18,6 +18,7 @@ class Offer:
     available_bytes: int
     is_lent: bool
     device: str
+    weights_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,12 @@ class MemoryOwner(Protocol):
     def rank_fields(self) -> Mapping[str, object]:
         """Log fields of the rank."""
 
-    async def ready_memory(self, declared: DeclaredMemory) -> ReadyMemory:
+    async def ready_memory(self, declared: DeclaredMemory, weights_bytes: int = 0) -> ReadyMemory:
         """Makes the memory that an engine declares available, and waits until the pool is open.
+
+        Args:
+            declared: The memory.
+            weights_bytes: What the engine's weights take of the device beside it; 0 for unknown.
 
         Raises:
             WrongStateError: Processes use memory of another layout, or the other ranks declared fewer blocks.

@@ -31,19 +31,21 @@ class Mapping:
         memory_id: Identifies the memory; empty until it is mapped for the first time.
         timeout_seconds: How long to wait for the lender.
         memory: Where it is mapped.
+        weights_bytes: What the engine's weights take of the device; 0 for unknown.
     """
 
     declared: DeclaredMemory
     memory_id: str
     timeout_seconds: float
     memory: MappedMemory
+    weights_bytes: int
 
 
 def request_memory(
     connection: Connection, mapping: Mapping, wait: Callable[[float], None] | None = None
 ) -> tuple[lending_pb2.Mapped, int]:
     """Asks for the memory. Returns the answer and the descriptor, which the caller closes. See `Connection.map`."""
-    request = lending_pb2.Map(declared=declared_to_proto(mapping.declared))
+    request = lending_pb2.Map(declared=declared_to_proto(mapping.declared), weights_bytes=mapping.weights_bytes)
     return connection.map(request, mapping.timeout_seconds, wait)
 
 

@@ -59,13 +59,21 @@ def expanded_latents(keys: Reader) -> Values:
 
 
 def gemma4(keys: Reader) -> Values:
-    """Gemma 4: layers of full attention have other heads only if keys and values are the same."""
+    """Gemma 4: full attention on every 6th layer and on the last one, with heads of another size.
+
+    They are also of another number only if keys and values are the same.
+    """
+    numbers = range(1, keys.layers("num_hidden_layers") + 1)
+    kinds = keys.texts("layer_types") if keys.has("layer_types") else [SLIDING if i % 6 else FULL for i in numbers]
+    values: dict[str, object] = {"layer_types": [*kinds[:-1], FULL]}
+    if keys.text("use_bidirectional_attention", "") == "all":  # with a window on both sides
+        values["sliding_window"] = keys.tokens("sliding_window") // 2 + 1
     if keys.has("per_layer_config"):  # as transformers writes them
-        return {"global_head_dim": None, "num_global_key_value_heads": None}
+        return {**values, "global_head_dim": None, "num_global_key_value_heads": None}
     if keys.flag("attention_k_eq_v", default=False):
-        return {}
+        return values
     keys.has("num_global_key_value_heads")
-    return {"num_global_key_value_heads": None}
+    return {**values, "num_global_key_value_heads": None}
 
 
 def llama4(keys: Reader) -> Values:

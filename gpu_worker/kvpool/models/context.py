@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import MAX_TOKENS
-from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, KVCacheSpec
+from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, AttentionSpec, KVCacheSpec
 from kvpool.models.reader import Reader
 
 DEFAULT_BLOCK_SIZE: Final = 16
@@ -35,6 +35,7 @@ BACKENDS: Final[Mapping[str, Backend]] = {
     "FLASHMLA": Backend(64, 64),
     "FLASHMLA_SPARSE": Backend(64, 64),
     "FLASHINFER_MLA_SPARSE": Backend(64, 64),
+    "FLASHMLA_SPARSE_DSV4": Backend(256, 256),
     "CUTLASS_MLA": Backend(128, 128),
     "CPU_ATTN": Backend(128, 32),
     "CPU_MLA": Backend(16, 16),
@@ -118,6 +119,11 @@ class Model:
     num_hidden_layers: int
     notes: tuple[str, ...]
     max_encoder_tokens: int = 0
+
+    @property
+    def packs_pages(self) -> bool:
+        """Whether blocks must be outermost: kernels for states of several tokens read pages that lie side by side."""
+        return any(isinstance(spec, AttentionSpec) and spec.tokens_per_state > 1 for _, spec in self.layers)
 
     def named(self, architecture: str, num_hidden_layers: int, notes: tuple[str, ...]) -> "Model":
         """Returns the model with what only its config says."""

@@ -7,7 +7,7 @@ language model. A row says what the name alone decides.
 from collections.abc import Mapping
 from typing import Final
 
-from kvpool.models import adapt, whisper
+from kvpool.models import adapt, compressed, whisper
 from kvpool.models.family import Family
 
 PLAIN: Final = Family()
@@ -16,7 +16,7 @@ _GEMMA: Final = Family(defaults={"head_dim": 256})
 _GEMMA2: Final = Family("SF", defaults={"head_dim": 256})
 _GEMMA3: Final = Family("SSSSSF", defaults={"head_dim": 256}, length_counts_scaling=True)
 _GEMMA3N: Final = Family("SSSSF", defaults={"head_dim": 256})
-_GEMMA4: Final = Family("SSSSSF", adapt=adapt.gemma4, defaults={"head_dim": 256, "global_head_dim": 512})
+_GEMMA4: Final = Family(adapt=adapt.gemma4, defaults={"head_dim": 256, "global_head_dim": 512})
 _COHERE2: Final = Family("SSSF", window_offset=1)
 _EVERY_4TH: Final = Family("SSSF")
 _FIRST_OF_4: Final = Family("FSSS")
@@ -131,7 +131,14 @@ _TABLE: Final[tuple[tuple[Family, Mapping[str, tuple[str, ...]]], ...]] = (
     (_GEMMA2, {"Gemma2ForCausalLM": ("gemma2",), "VaultGemmaForCausalLM": ("vaultgemma",)}),
     (_GEMMA3, {"Gemma3ForCausalLM": ("gemma3_text",), "Gemma3ForConditionalGeneration": ("gemma3",)}),
     (_GEMMA3N, {"Gemma3nForCausalLM": ("gemma3n_text",), "Gemma3nForConditionalGeneration": ("gemma3n",)}),
-    (_GEMMA4, {"Gemma4ForCausalLM": ("gemma4_text",), "Gemma4ForConditionalGeneration": ("gemma4",)}),
+    (
+        _GEMMA4,
+        {
+            "Gemma4ForCausalLM": ("gemma4_text",),
+            "Gemma4ForConditionalGeneration": ("gemma4",),
+            "Gemma4UnifiedForConditionalGeneration": ("gemma4_unified", "gemma4_unified_text"),
+        },
+    ),
     (Family("SF"), {"GptOssForCausalLM": ("gpt_oss",)}),
     (_COHERE2, {"Cohere2ForCausalLM": ("cohere2",), "Cohere2MoeForCausalLM": ("cohere2_moe",)}),
     (
@@ -186,6 +193,10 @@ _TABLE: Final[tuple[tuple[Family, Mapping[str, tuple[str, ...]]], ...]] = (
     ),
     (Family(is_latent=True, num_copies=2), {"LongcatFlashForCausalLM": ("longcat_flash",)}),
     (_SPARSE, {"DeepseekV32ForCausalLM": ("deepseek_v32",), "GlmMoeDsaForCausalLM": ("glm_moe_dsa",)}),
+    (
+        Family(derive=compressed.compressed_layers, count_key="num_hidden_layers", ignored=("layer_types",)),
+        {"DeepseekV4ForCausalLM": ("deepseek_v4",), "DeepseekV4ForConditionalGeneration": ()},
+    ),
     (Family(is_latent=True, adapt=adapt.kimi_linear), {"KimiLinearForCausalLM": ("kimi_linear",)}),
     (Family(is_latent=True, adapt=adapt.layer_groups), {"BailingMoeV2_5ForCausalLM": ("bailing_hybrid",)}),
     (Family(is_latent=True, adapt=adapt.layer_groups_and_rest), {"BailingMoeV3ForCausalLM": ("bailing_hybrid_v3",)}),

@@ -38,14 +38,18 @@ def latent_spec(ctx: Context, *, with_indexer: bool) -> Callable[[], MLAAttentio
 
 def indexer_layers(ctx: Context, indices: Sequence[int]) -> list[Layer]:
     """Makes the layers of the fp8 keys of indexers. A layer may use what the indexer of an earlier one selects."""
-    size = ctx.keys.dimension("index_head_dim")
-    key_bytes = size + size // _INDEXER_GROUP * _SCALE_BYTES
+    key_bytes = indexer_key_bytes(ctx.keys.dimension("index_head_dim"))
     make_spec = partial(MLAAttentionSpec, ctx.options.block_size, head_size=key_bytes, dtype="uint8")
     return [
         make_layer(i, f"model.layers.{i}.self_attn.indexer.k_cache", make_spec)
         for i in indices
         if _has_own_indexer(ctx, i)
     ]
+
+
+def indexer_key_bytes(size: int) -> int:
+    """Bytes of an indexer's key of fp8 elements, and its scales."""
+    return size + size // _INDEXER_GROUP * _SCALE_BYTES
 
 
 def _has_own_indexer(ctx: Context, index: int) -> bool:

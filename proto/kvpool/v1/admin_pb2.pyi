@@ -114,7 +114,7 @@ class SessionInfo(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     session_number: _builtins.int
-    """Number of the session, from 1; also used in logs. Never reused; changes each time the session is resumed."""
+    """Number of the session, from 1; also used in logs. Never reused."""
     client_name: _builtins.str
     """Name that the scheduler chose. May be empty."""
     pool_name: _builtins.str
@@ -1098,17 +1098,12 @@ class HandOverRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    TO_FIELD_NUMBER: _builtins.int
-    to: _builtins.str
-    """Address of the standby that becomes the primary, one of Member.addresses. Empty: any standby."""
     def __init__(
         self,
-        *,
-        to: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["to", b"to"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1141,47 +1136,3 @@ class HandOverResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HandOverResponse: _TypeAlias = HandOverResponse  # noqa: Y015
-
-@_typing.final
-class RemoveShardRequest(_message.Message):
-    """See AdminService.RemoveShard."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHARD_FIELD_NUMBER: _builtins.int
-    shard: _builtins.str
-    """Name of the shard."""
-    def __init__(
-        self,
-        *,
-        shard: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RemoveShardRequest: _TypeAlias = RemoveShardRequest  # noqa: Y015
-
-@_typing.final
-class RemoveShardResponse(_message.Message):
-    """See AdminService.RemoveShard."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOLS_FIELD_NUMBER: _builtins.int
-    pools: _builtins.int
-    """Number of pools whose names are free now."""
-    def __init__(
-        self,
-        *,
-        pools: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pools", b"pools"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RemoveShardResponse: _TypeAlias = RemoveShardResponse  # noqa: Y015

@@ -114,11 +114,6 @@ class AdminServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_admin__pb2.HandOverRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_admin__pb2.HandOverResponse.FromString,
                 _registered_method=True)
-        self.RemoveShard = channel.unary_unary(
-                '/kvpool.v1.AdminService/RemoveShard',
-                request_serializer=kvpool_dot_v1_dot_admin__pb2.RemoveShardRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_admin__pb2.RemoveShardResponse.FromString,
-                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -245,20 +240,8 @@ class AdminServiceServicer(object):
     def HandOver(self, request, context):
         """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
         state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
-        pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
-        standby, or it did not take over in time).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def RemoveShard(self, request, context):
-        """Removes another shard of the cluster, whose servers are lost for good, and frees the names of its pools. A standby
-        answers, too. Servers of the shard that come back refuse calls. Needs a token for all pools. Errors:
-        INVALID_ARGUMENT; NOT_FOUND (no such shard); FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none;
-        OWN_SHARD: it belongs to this one; SHARD_REACHABLE: a server of the shard that is in sync accepts connections;
-        SHARD_CHANGED: the members have changed meanwhile; DAMAGED_RECORD: the record is malformed); UNAVAILABLE (the
-        directory of shards does not answer, and part of the change may have been made: call again).
+        pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: none
+        is in sync, or it did not take over in time).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -331,11 +314,6 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.HandOver,
                     request_deserializer=kvpool_dot_v1_dot_admin__pb2.HandOverRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_admin__pb2.HandOverResponse.SerializeToString,
-            ),
-            'RemoveShard': grpc.unary_unary_rpc_method_handler(
-                    servicer.RemoveShard,
-                    request_deserializer=kvpool_dot_v1_dot_admin__pb2.RemoveShardRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_admin__pb2.RemoveShardResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -704,33 +682,6 @@ class AdminService(object):
             '/kvpool.v1.AdminService/HandOver',
             kvpool_dot_v1_dot_admin__pb2.HandOverRequest.SerializeToString,
             kvpool_dot_v1_dot_admin__pb2.HandOverResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def RemoveShard(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.AdminService/RemoveShard',
-            kvpool_dot_v1_dot_admin__pb2.RemoveShardRequest.SerializeToString,
-            kvpool_dot_v1_dot_admin__pb2.RemoveShardResponse.FromString,
             options,
             channel_credentials,
             insecure,

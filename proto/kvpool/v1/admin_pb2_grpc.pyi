@@ -104,16 +104,8 @@ class AdminServiceStub:
     HandOver: _grpc.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]
     """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
     state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
-    pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
-    standby, or it did not take over in time).
-    """
-    RemoveShard: _grpc.UnaryUnaryMultiCallable[_admin_pb2.RemoveShardRequest, _admin_pb2.RemoveShardResponse]
-    """Removes another shard of the cluster, whose servers are lost for good, and frees the names of its pools. A standby
-    answers, too. Servers of the shard that come back refuse calls. Needs a token for all pools. Errors:
-    INVALID_ARGUMENT; NOT_FOUND (no such shard); FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none;
-    OWN_SHARD: it belongs to this one; SHARD_REACHABLE: a server of the shard that is in sync accepts connections;
-    SHARD_CHANGED: the members have changed meanwhile; DAMAGED_RECORD: the record is malformed); UNAVAILABLE (the
-    directory of shards does not answer, and part of the change may have been made: call again).
+    pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: none
+    is in sync, or it did not take over in time).
     """
 
 @_typing.type_check_only
@@ -192,16 +184,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     HandOver: _aio.UnaryUnaryMultiCallable[_admin_pb2.HandOverRequest, _admin_pb2.HandOverResponse]  # type: ignore[assignment]
     """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
     state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
-    pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
-    standby, or it did not take over in time).
-    """
-    RemoveShard: _aio.UnaryUnaryMultiCallable[_admin_pb2.RemoveShardRequest, _admin_pb2.RemoveShardResponse]  # type: ignore[assignment]
-    """Removes another shard of the cluster, whose servers are lost for good, and frees the names of its pools. A standby
-    answers, too. Servers of the shard that come back refuse calls. Needs a token for all pools. Errors:
-    INVALID_ARGUMENT; NOT_FOUND (no such shard); FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none;
-    OWN_SHARD: it belongs to this one; SHARD_REACHABLE: a server of the shard that is in sync accepts connections;
-    SHARD_CHANGED: the members have changed meanwhile; DAMAGED_RECORD: the record is malformed); UNAVAILABLE (the
-    directory of shards does not answer, and part of the change may have been made: call again).
+    pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: none
+    is in sync, or it did not take over in time).
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -355,22 +339,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.HandOverResponse, _abc.Awaitable[_admin_pb2.HandOverResponse]]:
         """Makes an in-sync standby the primary of the server's shard; if there is none, one of another version, which gets the
         state first. Clients repeat the calls in flight there; the server starts again as a standby. Needs a token for all
-        pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: there is no such
-        standby, or it did not take over in time).
-        """
-
-    @_abc_1.abstractmethod
-    def RemoveShard(
-        self,
-        request: _admin_pb2.RemoveShardRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_admin_pb2.RemoveShardResponse, _abc.Awaitable[_admin_pb2.RemoveShardResponse]]:
-        """Removes another shard of the cluster, whose servers are lost for good, and frees the names of its pools. A standby
-        answers, too. Servers of the shard that come back refuse calls. Needs a token for all pools. Errors:
-        INVALID_ARGUMENT; NOT_FOUND (no such shard); FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none;
-        OWN_SHARD: it belongs to this one; SHARD_REACHABLE: a server of the shard that is in sync accepts connections;
-        SHARD_CHANGED: the members have changed meanwhile; DAMAGED_RECORD: the record is malformed); UNAVAILABLE (the
-        directory of shards does not answer, and part of the change may have been made: call again).
+        pools. Errors: FAILED_PRECONDITION (reason NO_SHARD: the server belongs to none; NO_STANDBY: none
+        is in sync, or it did not take over in time).
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

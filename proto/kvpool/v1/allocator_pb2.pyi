@@ -190,9 +190,7 @@ class Session(_message.Message):
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
-    """Id of the session in every later call, until another process resumes it. A secret: a client that knows it can free
-    the session's requests.
-    """
+    """Id of the session in every later call. A secret: a client that knows it can free the session's requests."""
     pool_name: _builtins.str
     """The pool."""
     lease_seconds: _builtins.float
@@ -200,8 +198,8 @@ class Session(_message.Message):
     epoch: _builtins.int
     """The pool's epoch when the session was opened."""
     session_number: _builtins.int
-    """Number of the session: the generation of its lease. Never reused; changes each time the session is resumed. The
-    scheduler sends it to the ranks with the block tables, and the ranks refuse steps with a number that has ended.
+    """Number of the session: the generation of its lease. Never reused. The scheduler sends it to the ranks with the block
+    tables, and the ranks refuse steps with a number that has ended.
     """
     min_blocks: _builtins.int
     """Guaranteed number of blocks. 0: none are reserved."""
@@ -334,143 +332,6 @@ class OpenSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
-
-@_typing.final
-class ResumeSessionRequest(_message.Message):
-    """See AllocatorService.ResumeSession."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    RESUME_KEY_FIELD_NUMBER: _builtins.int
-    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
-    session_id: _builtins.str
-    """Any id that the session ever had."""
-    sequence: _builtins.int
-    """Number of the last change whose answer the caller knows; at most that of the session's last change. 0: none."""
-    resume_key: _builtins.str
-    """Random key chosen by the client, at most 64 bytes, so that the call can be retried: a call with the same key
-    returns the session as resumed by the first call. The call fails with ABORTED once the session was resumed with
-    another key. Empty: each call resumes the session.
-    """
-    protocol_version: _builtins.int
-    """Version of the protocol that the caller speaks, 3 in this release. A server that speaks another refuses the call:
-    FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
-    """
-    def __init__(
-        self,
-        *,
-        session_id: _builtins.str = ...,
-        sequence: _builtins.int = ...,
-        resume_key: _builtins.str = ...,
-        protocol_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "resume_key", b"resume_key", "sequence", b"sequence", "session_id", b"session_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeSessionRequest: _TypeAlias = ResumeSessionRequest  # noqa: Y015
-
-@_typing.final
-class HeldRequest(_message.Message):
-    """A request in the state of the server."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    REQUEST_NUMBER_FIELD_NUMBER: _builtins.int
-    NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
-    TABLES_FIELD_NUMBER: _builtins.int
-    LORA_NAME_FIELD_NUMBER: _builtins.int
-    LAST_BLOCK_HASH_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    """Its id."""
-    request_number: _builtins.int
-    """Number of the request in steps. 0: steps cannot name it."""
-    num_tokens: _builtins.int
-    """Number of its known tokens, prompt and output."""
-    num_computed_tokens: _builtins.int
-    """Number of its tokens with slots, hits included."""
-    lora_name: _builtins.str
-    """Its LoRA, for events. May be empty."""
-    last_block_hash: _builtins.bytes
-    """Hash of its last full hash block, to compare its tokens with those that the caller knows. Empty: there is none."""
-    @_builtins.property
-    def tables(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
-        """Its block tables, one per group. Block 0 stands for blocks that no layer reads any more."""
-
-    def __init__(
-        self,
-        *,
-        request_id: _builtins.str = ...,
-        request_number: _builtins.int = ...,
-        num_tokens: _builtins.int = ...,
-        num_computed_tokens: _builtins.int = ...,
-        tables: _abc.Iterable[Global___GroupBlocks] | None = ...,
-        lora_name: _builtins.str = ...,
-        last_block_hash: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_block_hash", b"last_block_hash", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_tokens", b"num_tokens", "request_id", b"request_id", "request_number", b"request_number", "tables", b"tables"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___HeldRequest: _TypeAlias = HeldRequest  # noqa: Y015
-
-@_typing.final
-class ResumeSessionResponse(_message.Message):
-    """See AllocatorService.ResumeSession."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_FIELD_NUMBER: _builtins.int
-    CONFIG_FIELD_NUMBER: _builtins.int
-    SEQUENCE_FIELD_NUMBER: _builtins.int
-    EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
-    REQUESTS_FIELD_NUMBER: _builtins.int
-    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
-    sequence: _builtins.int
-    """Number of the session's last change. This message describes the state after it; the next change has one more."""
-    executed_sequence: _builtins.int
-    """Newest sequence number that the session has reported as executed."""
-    protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 3 in this release. 0: a server from before protocol versions."""
-    @_builtins.property
-    def session(self) -> Global___Session:
-        """The session."""
-
-    @_builtins.property
-    def config(self) -> _pool_pb2.PoolConfig:
-        """Configuration of the pool, including the hash scheme's none_hash; if the session's token has a salt, the none_hash
-        for that salt.
-        """
-
-    @_builtins.property
-    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldRequest]:
-        """Its requests, in the order in which they were added."""
-
-    def __init__(
-        self,
-        *,
-        session: Global___Session | None = ...,
-        config: _pool_pb2.PoolConfig | None = ...,
-        sequence: _builtins.int = ...,
-        executed_sequence: _builtins.int = ...,
-        requests: _abc.Iterable[Global___HeldRequest] | None = ...,
-        protocol_version: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "executed_sequence", b"executed_sequence", "protocol_version", b"protocol_version", "requests", b"requests", "sequence", b"sequence", "session", b"session"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ResumeSessionResponse: _TypeAlias = ResumeSessionResponse  # noqa: Y015
 
 @_typing.final
 class KeepAliveRequest(_message.Message):
@@ -797,7 +658,7 @@ class AllocateSlotsResponse(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     COPIED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     outcome: _step_pb2.Outcome.ValueType
-    """OUTCOME_UNSPECIFIED (allocated), OUTCOME_NO_BLOCKS, OUTCOME_OVER_QUOTA or OUTCOME_HIT_CHANGED."""
+    """OUTCOME_UNSPECIFIED (allocated), OUTCOME_NO_BLOCKS, OUTCOME_OVER_QUOTA, OUTCOME_NEVER_FITS or OUTCOME_HIT_CHANGED."""
     @_builtins.property
     def new_blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupBlocks]:
         """Newly allocated blocks, one list per group."""

@@ -40,7 +40,7 @@ class AllocatorServiceStub(object):
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
     it, it was closed, a process of it exited, or the server lost its journal: open a new session
-    and compute again. Or another process resumed it
+    and compute again
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
     ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
     fields
@@ -77,11 +77,6 @@ class AllocatorServiceStub(object):
                 '/kvpool.v1.AllocatorService/OpenSession',
                 request_serializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
-                _registered_method=True)
-        self.ResumeSession = channel.unary_unary(
-                '/kvpool.v1.AllocatorService/ResumeSession',
-                request_serializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionResponse.FromString,
                 _registered_method=True)
         self.KeepAlive = channel.unary_unary(
                 '/kvpool.v1.AllocatorService/KeepAlive',
@@ -159,7 +154,7 @@ class AllocatorServiceServicer(object):
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
     it, it was closed, a process of it exited, or the server lost its journal: open a new session
-    and compute again. Or another process resumed it
+    and compute again
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
     ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
     fields
@@ -175,9 +170,8 @@ class AllocatorServiceServicer(object):
         """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
         configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
         one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
-        if the configuration differs, naming the field, and in a cluster if the pool belongs to another shard (OTHER_SHARD),
-        or the directory names none that can be one (DAMAGED_RECORD); RESOURCE_EXHAUSTED if the server, or the caller's
-        token, has the maximum number of pools; UNAVAILABLE if the directory does not answer (DIRECTORY_DOWN).
+        if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
+        maximum number of pools.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,28 +198,7 @@ class AllocatorServiceServicer(object):
         UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
         that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
         memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
-        token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
-        resumed the session that the same open_key opened (SESSION_RESUMED).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ResumeSession(self, request, context):
-        """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
-        Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
-        fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
-        STREAM_SUPERSEDED. So only one process uses the session at a time.
-
-        The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
-        answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
-        runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
-        other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
-        blocks.
-
-        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
-        FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
-        server stops.
+        token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -355,11 +328,6 @@ def add_AllocatorServiceServicer_to_server(servicer, server):
                     request_deserializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_allocator__pb2.OpenSessionResponse.SerializeToString,
             ),
-            'ResumeSession': grpc.unary_unary_rpc_method_handler(
-                    servicer.ResumeSession,
-                    request_deserializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_allocator__pb2.ResumeSessionResponse.SerializeToString,
-            ),
             'KeepAlive': grpc.unary_unary_rpc_method_handler(
                     servicer.KeepAlive,
                     request_deserializer=kvpool_dot_v1_dot_allocator__pb2.KeepAliveRequest.FromString,
@@ -442,7 +410,7 @@ class AllocatorService(object):
     FAILED_PRECONDITION  wrong state: see the reason
     ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
     it, it was closed, a process of it exited, or the server lost its journal: open a new session
-    and compute again. Or another process resumed it
+    and compute again
     RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
     ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
     fields
@@ -552,33 +520,6 @@ class AllocatorService(object):
             '/kvpool.v1.AllocatorService/OpenSession',
             kvpool_dot_v1_dot_allocator__pb2.OpenSessionRequest.SerializeToString,
             kvpool_dot_v1_dot_allocator__pb2.OpenSessionResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ResumeSession(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.AllocatorService/ResumeSession',
-            kvpool_dot_v1_dot_allocator__pb2.ResumeSessionRequest.SerializeToString,
-            kvpool_dot_v1_dot_allocator__pb2.ResumeSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

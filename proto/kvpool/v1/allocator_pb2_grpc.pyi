@@ -41,7 +41,7 @@ class AllocatorServiceStub:
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
                            it, it was closed, a process of it exited, or the server lost its journal: open a new session
-                           and compute again. Or another process resumed it
+                           and compute again
       RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
                            ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
                            fields
@@ -61,9 +61,8 @@ class AllocatorServiceStub:
     """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
     configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
     one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
-    if the configuration differs, naming the field, and in a cluster if the pool belongs to another shard (OTHER_SHARD),
-    or the directory names none that can be one (DAMAGED_RECORD); RESOURCE_EXHAUSTED if the server, or the caller's
-    token, has the maximum number of pools; UNAVAILABLE if the directory does not answer (DIRECTORY_DOWN).
+    if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
+    maximum number of pools.
     """
     GetPool: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]
     """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
@@ -77,24 +76,7 @@ class AllocatorServiceStub:
     UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
     that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
     memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
-    token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
-    resumed the session that the same open_key opened (SESSION_RESUMED).
-    """
-    ResumeSession: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]
-    """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
-    Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
-    fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
-    STREAM_SUPERSEDED. So only one process uses the session at a time.
-
-    The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
-    answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
-    runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
-    other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
-    blocks.
-
-    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
-    FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
-    server stops.
+    token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now.
     """
     KeepAlive: _grpc.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]
     """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
@@ -162,7 +144,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
                            it, it was closed, a process of it exited, or the server lost its journal: open a new session
-                           and compute again. Or another process resumed it
+                           and compute again
       RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
                            ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
                            fields
@@ -179,9 +161,8 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
     configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
     one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
-    if the configuration differs, naming the field, and in a cluster if the pool belongs to another shard (OTHER_SHARD),
-    or the directory names none that can be one (DAMAGED_RECORD); RESOURCE_EXHAUSTED if the server, or the caller's
-    token, has the maximum number of pools; UNAVAILABLE if the directory does not answer (DIRECTORY_DOWN).
+    if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
+    maximum number of pools.
     """
     GetPool: _aio.UnaryUnaryMultiCallable[_allocator_pb2.GetPoolRequest, _allocator_pb2.GetPoolResponse]  # type: ignore[assignment]
     """Returns the configuration, occupancy and counters of a pool. Errors: NOT_FOUND."""
@@ -195,24 +176,7 @@ class AllocatorServiceAsyncStub(AllocatorServiceStub):
     UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
     that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
     memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
-    token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
-    resumed the session that the same open_key opened (SESSION_RESUMED).
-    """
-    ResumeSession: _aio.UnaryUnaryMultiCallable[_allocator_pb2.ResumeSessionRequest, _allocator_pb2.ResumeSessionResponse]  # type: ignore[assignment]
-    """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
-    Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
-    fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
-    STREAM_SUPERSEDED. So only one process uses the session at a time.
-
-    The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
-    answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
-    runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
-    other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
-    blocks.
-
-    Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
-    FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
-    server stops.
+    token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now.
     """
     KeepAlive: _aio.UnaryUnaryMultiCallable[_allocator_pb2.KeepAliveRequest, _allocator_pb2.KeepAliveResponse]  # type: ignore[assignment]
     """Renews the lease. A session with an open Schedule stream needs no renewal. Errors: NOT_FOUND, ABORTED."""
@@ -279,7 +243,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
       FAILED_PRECONDITION  wrong state: see the reason
       ABORTED              the session has ended for the caller: its lease expired, the epoch passed, an operator evicted
                            it, it was closed, a process of it exited, or the server lost its journal: open a new session
-                           and compute again. Or another process resumed it
+                           and compute again
       RESOURCE_EXHAUSTED   any call: a limit that protects other clients. Retry after the time in RetryInfo; without one,
                            ask for less. MESSAGE_TOO_LARGE: most methods accept 64 KiB, the others a limited number of
                            fields
@@ -300,9 +264,8 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         """Declares a pool, for a scheduler whose engine holds the tensors itself. A second declaration with an equal
         configuration returns the existing pool. Errors: INVALID_ARGUMENT, for a new pool also if it has too few blocks for
         one request of max_model_len (ONE_REQUEST_DOES_NOT_FIT) and does not set allow_too_few_blocks; FAILED_PRECONDITION
-        if the configuration differs, naming the field, and in a cluster if the pool belongs to another shard (OTHER_SHARD),
-        or the directory names none that can be one (DAMAGED_RECORD); RESOURCE_EXHAUSTED if the server, or the caller's
-        token, has the maximum number of pools; UNAVAILABLE if the directory does not answer (DIRECTORY_DOWN).
+        if the configuration differs, naming the field; RESOURCE_EXHAUSTED if the server, or the caller's token, has the
+        maximum number of pools.
         """
 
     @_abc_1.abstractmethod
@@ -334,30 +297,7 @@ class AllocatorServiceServicer(metaclass=_abc_1.ABCMeta):
         UNAVAILABLE while the pool is drained (reason DRAINED), while sessions
         that the server lost with its journal may still run a last step (SESSIONS_LOST), or while sessions in another
         memory are open or in quarantine (OTHER_MEMORY, see memory_id); RESOURCE_EXHAUSTED if the pool, or the caller's
-        token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now; ABORTED if another process
-        resumed the session that the same open_key opened (SESSION_RESUMED).
-        """
-
-    @_abc_1.abstractmethod
-    def ResumeSession(
-        self,
-        request: _allocator_pb2.ResumeSessionRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_allocator_pb2.ResumeSessionResponse, _abc.Awaitable[_allocator_pb2.ResumeSessionResponse]]:
-        """Resumes a session within its lease, for a scheduler process that was restarted or has lost its block tables.
-        Returns everything that the session holds, and gives the session a new id. Every later call with an earlier id
-        fails with ABORTED (reason SESSION_RESUMED), except another ResumeSession; an open stream fails with
-        STREAM_SUPERSEDED. So only one process uses the session at a time.
-
-        The session also gets a new number, and the ranks refuse steps with the former number. If all ranks of the pool
-        answer fences, the call returns once no step of the former process is in flight, which takes as long as that step
-        runs, or as a rank is away. The lease does not expire meanwhile, and the call can be retried after its deadline. In
-        other pools the call returns at once, and the caller must ensure that no such step runs before it frees or writes
-        blocks.
-
-        Errors: INVALID_ARGUMENT if the sequence number is above that of the session's last change; NOT_FOUND;
-        FAILED_PRECONDITION if the caller speaks another protocol version (PROTOCOL_VERSION); ABORTED; UNAVAILABLE while the
-        server stops.
+        token, has the maximum number of sessions, or the pool cannot guarantee min_blocks now.
         """
 
     @_abc_1.abstractmethod

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvpool/v1/directory.proto\x12\tkvpool.v1\"u\n\x05Shard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11primary_addresses\x18\x03 \x03(\t\x12\"\n\x07members\x18\x04 \x03(\x0b\x32\x11.kvpool.v1.Member\x12\x11\n\tnum_pools\x18\x05 \x01(\r\"P\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x12\n\nis_primary\x18\x03 \x01(\x08\x12\x0c\n\x04zone\x18\x04 \x01(\t\"\"\n\rLocateRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\"k\n\x0eLocateResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11primary_addresses\x18\x03 \x03(\t\x12\x11\n\taddresses\x18\x04 \x03(\t\x12\x0e\n\x06is_own\x18\x05 \x01(\x08\"/\n\x0cPlaceRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\x12\x0c\n\x04zone\x18\x02 \x01(\t\"A\n\rPlaceResponse\x12\r\n\x05shard\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x0e\n\x06is_own\x18\x03 \x01(\x08\"-\n\x1c\x44irectoryServiceWatchRequest\x12\r\n\x05shard\x18\x01 \x01(\t\"@\n\x1d\x44irectoryServiceWatchResponse\x12\x1f\n\x05shard\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Shard\"\x13\n\x11ListShardsRequest\"6\n\x12ListShardsResponse\x12 \n\x06shards\x18\x01 \x03(\x0b\x32\x10.kvpool.v1.Shard2\xb6\x02\n\x10\x44irectoryService\x12=\n\x06Locate\x12\x18.kvpool.v1.LocateRequest\x1a\x19.kvpool.v1.LocateResponse\x12:\n\x05Place\x12\x17.kvpool.v1.PlaceRequest\x1a\x18.kvpool.v1.PlaceResponse\x12\\\n\x05Watch\x12\'.kvpool.v1.DirectoryServiceWatchRequest\x1a(.kvpool.v1.DirectoryServiceWatchResponse0\x01\x12I\n\nListShards\x12\x1c.kvpool.v1.ListShardsRequest\x1a\x1d.kvpool.v1.ListShardsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvpool/v1/directory.proto\x12\tkvpool.v1\"s\n\x05Shard\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x19\n\x11primary_addresses\x18\x03 \x03(\t\x12\"\n\x07members\x18\x04 \x03(\x0b\x32\x11.kvpool.v1.MemberJ\x04\x08\x05\x10\x06R\tnum_pools\"N\n\x06Member\x12\x11\n\tmember_id\x18\x01 \x01(\t\x12\x11\n\taddresses\x18\x02 \x03(\t\x12\x12\n\nis_primary\x18\x03 \x01(\x08J\x04\x08\x04\x10\x05R\x04zone\"\x11\n\x0fGetShardRequest\"3\n\x10GetShardResponse\x12\x1f\n\x05shard\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Shard\"+\n\x1c\x44irectoryServiceWatchRequestJ\x04\x08\x01\x10\x02R\x05shard\"@\n\x1d\x44irectoryServiceWatchResponse\x12\x1f\n\x05shard\x18\x01 \x01(\x0b\x32\x10.kvpool.v1.Shard2\xb5\x01\n\x10\x44irectoryService\x12\x43\n\x08GetShard\x12\x1a.kvpool.v1.GetShardRequest\x1a\x1b.kvpool.v1.GetShardResponse\x12\\\n\x05Watch\x12\'.kvpool.v1.DirectoryServiceWatchRequest\x1a(.kvpool.v1.DirectoryServiceWatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,25 +32,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.directory_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SHARD']._serialized_start=40
-  _globals['_SHARD']._serialized_end=157
-  _globals['_MEMBER']._serialized_start=159
-  _globals['_MEMBER']._serialized_end=239
-  _globals['_LOCATEREQUEST']._serialized_start=241
-  _globals['_LOCATEREQUEST']._serialized_end=275
-  _globals['_LOCATERESPONSE']._serialized_start=277
-  _globals['_LOCATERESPONSE']._serialized_end=384
-  _globals['_PLACEREQUEST']._serialized_start=386
-  _globals['_PLACEREQUEST']._serialized_end=433
-  _globals['_PLACERESPONSE']._serialized_start=435
-  _globals['_PLACERESPONSE']._serialized_end=500
-  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_start=502
-  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_end=547
-  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_start=549
-  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_end=613
-  _globals['_LISTSHARDSREQUEST']._serialized_start=615
-  _globals['_LISTSHARDSREQUEST']._serialized_end=634
-  _globals['_LISTSHARDSRESPONSE']._serialized_start=636
-  _globals['_LISTSHARDSRESPONSE']._serialized_end=690
-  _globals['_DIRECTORYSERVICE']._serialized_start=693
-  _globals['_DIRECTORYSERVICE']._serialized_end=1003
+  _globals['_SHARD']._serialized_end=155
+  _globals['_MEMBER']._serialized_start=157
+  _globals['_MEMBER']._serialized_end=235
+  _globals['_GETSHARDREQUEST']._serialized_start=237
+  _globals['_GETSHARDREQUEST']._serialized_end=254
+  _globals['_GETSHARDRESPONSE']._serialized_start=256
+  _globals['_GETSHARDRESPONSE']._serialized_end=307
+  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_start=309
+  _globals['_DIRECTORYSERVICEWATCHREQUEST']._serialized_end=352
+  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_start=354
+  _globals['_DIRECTORYSERVICEWATCHRESPONSE']._serialized_end=418
+  _globals['_DIRECTORYSERVICE']._serialized_start=421
+  _globals['_DIRECTORYSERVICE']._serialized_end=602
 # @@protoc_insertion_point(module_scope)

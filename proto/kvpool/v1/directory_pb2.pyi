@@ -28,15 +28,12 @@ class Shard(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     PRIMARY_ADDRESSES_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
-    NUM_POOLS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Name of the shard. It never changes."""
+    """Name of the shard. It never changes. Empty: the server has no standbys."""
     term: _builtins.int
     """Number of the primary's term, at least 1. It increases whenever a server becomes the primary, also if the same one
     restarts; by more than one only if an operator claims a term. 0: the shard never had a primary.
     """
-    num_pools: _builtins.int
-    """Number of pools that belong to the shard, also those that are placed and not created yet."""
     @_builtins.property
     def primary_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses at which clients reach the primary: host:port or unix:/path. They change with the term. Empty: not known
@@ -56,11 +53,10 @@ class Shard(_message.Message):
         term: _builtins.int = ...,
         primary_addresses: _abc.Iterable[_builtins.str] | None = ...,
         members: _abc.Iterable[Global___Member] | None = ...,
-        num_pools: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "name", b"name", "num_pools", b"num_pools", "primary_addresses", b"primary_addresses", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["members", b"members", "name", b"name", "primary_addresses", b"primary_addresses", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -75,15 +71,12 @@ class Member(_message.Message):
     MEMBER_ID_FIELD_NUMBER: _builtins.int
     ADDRESSES_FIELD_NUMBER: _builtins.int
     IS_PRIMARY_FIELD_NUMBER: _builtins.int
-    ZONE_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     """Random id of the server, kept in a file in the directory of its journal. A server without that file, or with a copy
     of it, gets another. A server keeps its id if its journal is dropped.
     """
     is_primary: _builtins.bool
     """Whether it is the primary."""
-    zone: _builtins.str
-    """Zone of the server: machines of one zone may fail together. Empty: not configured."""
     @_builtins.property
     def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Addresses at which clients reach it: host:port or unix:/path. Empty: not known."""
@@ -94,137 +87,55 @@ class Member(_message.Message):
         member_id: _builtins.str = ...,
         addresses: _abc.Iterable[_builtins.str] | None = ...,
         is_primary: _builtins.bool = ...,
-        zone: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_primary", b"is_primary", "member_id", b"member_id", "zone", b"zone"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_primary", b"is_primary", "member_id", b"member_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Member: _TypeAlias = Member  # noqa: Y015
 
 @_typing.final
-class LocateRequest(_message.Message):
-    """See DirectoryService.Locate."""
+class GetShardRequest(_message.Message):
+    """See DirectoryService.GetShard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    POOL_NAME_FIELD_NUMBER: _builtins.int
-    pool_name: _builtins.str
-    """The pool."""
     def __init__(
         self,
-        *,
-        pool_name: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+Global___GetShardRequest: _TypeAlias = GetShardRequest  # noqa: Y015
 
 @_typing.final
-class LocateResponse(_message.Message):
-    """See DirectoryService.Locate."""
+class GetShardResponse(_message.Message):
+    """See DirectoryService.GetShard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_FIELD_NUMBER: _builtins.int
-    TERM_FIELD_NUMBER: _builtins.int
-    PRIMARY_ADDRESSES_FIELD_NUMBER: _builtins.int
-    ADDRESSES_FIELD_NUMBER: _builtins.int
-    IS_OWN_FIELD_NUMBER: _builtins.int
-    shard: _builtins.str
-    """Name of the pool's shard. Empty: the server belongs to no cluster, so no other one can have the pool."""
-    term: _builtins.int
-    """As Shard.term."""
-    is_own: _builtins.bool
-    """Whether the server that answers belongs to the shard, so that the address which reached it can be used for the shard."""
     @_builtins.property
-    def primary_addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As Shard.primary_addresses."""
-
-    @_builtins.property
-    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Addresses of all members that are in sync, those of the primary first. Empty: not known now."""
+    def shard(self) -> Global___Shard:
+        """The shard. Always set."""
 
     def __init__(
         self,
         *,
-        shard: _builtins.str = ...,
-        term: _builtins.int = ...,
-        primary_addresses: _abc.Iterable[_builtins.str] | None = ...,
-        addresses: _abc.Iterable[_builtins.str] | None = ...,
-        is_own: _builtins.bool = ...,
+        shard: Global___Shard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_own", b"is_own", "primary_addresses", b"primary_addresses", "shard", b"shard", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
-
-@_typing.final
-class PlaceRequest(_message.Message):
-    """See DirectoryService.Place."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_NAME_FIELD_NUMBER: _builtins.int
-    ZONE_FIELD_NUMBER: _builtins.int
-    pool_name: _builtins.str
-    """The pool: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
-    zone: _builtins.str
-    """Zone whose shards are preferred, by the zone of their primary. Empty: none."""
-    def __init__(
-        self,
-        *,
-        pool_name: _builtins.str = ...,
-        zone: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pool_name", b"pool_name", "zone", b"zone"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PlaceRequest: _TypeAlias = PlaceRequest  # noqa: Y015
-
-@_typing.final
-class PlaceResponse(_message.Message):
-    """See DirectoryService.Place."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHARD_FIELD_NUMBER: _builtins.int
-    ADDRESSES_FIELD_NUMBER: _builtins.int
-    IS_OWN_FIELD_NUMBER: _builtins.int
-    shard: _builtins.str
-    """As LocateResponse.shard. Empty: the server belongs to no cluster: create the pool there."""
-    is_own: _builtins.bool
-    """As LocateResponse.is_own."""
-    @_builtins.property
-    def addresses(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """As LocateResponse.addresses."""
-
-    def __init__(
-        self,
-        *,
-        shard: _builtins.str = ...,
-        addresses: _abc.Iterable[_builtins.str] | None = ...,
-        is_own: _builtins.bool = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "is_own", b"is_own", "shard", b"shard"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___PlaceResponse: _TypeAlias = PlaceResponse  # noqa: Y015
+Global___GetShardResponse: _TypeAlias = GetShardResponse  # noqa: Y015
 
 @_typing.final
 class DirectoryServiceWatchRequest(_message.Message):
@@ -232,17 +143,12 @@ class DirectoryServiceWatchRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SHARD_FIELD_NUMBER: _builtins.int
-    shard: _builtins.str
-    """Name of the shard. Empty: the server's own."""
     def __init__(
         self,
-        *,
-        shard: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -271,44 +177,3 @@ class DirectoryServiceWatchResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DirectoryServiceWatchResponse: _TypeAlias = DirectoryServiceWatchResponse  # noqa: Y015
-
-@_typing.final
-class ListShardsRequest(_message.Message):
-    """See DirectoryService.ListShards."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListShardsRequest: _TypeAlias = ListShardsRequest  # noqa: Y015
-
-@_typing.final
-class ListShardsResponse(_message.Message):
-    """See DirectoryService.ListShards."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SHARDS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]:
-        """The shards."""
-
-    def __init__(
-        self,
-        *,
-        shards: _abc.Iterable[Global___Shard] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListShardsResponse: _TypeAlias = ListShardsResponse  # noqa: Y015

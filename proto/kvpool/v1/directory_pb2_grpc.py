@@ -26,15 +26,12 @@ if _version_not_supported:
 
 
 class DirectoryServiceStub(object):
-    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
-    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
+    """API for clients: which server of a shard is the primary. A shard is a primary and its standbys, which hold the same
+    pools. Every server of the shard answers, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
-
-    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
-    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     def __init__(self, channel):
@@ -43,73 +40,38 @@ class DirectoryServiceStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.Locate = channel.unary_unary(
-                '/kvpool.v1.DirectoryService/Locate',
-                request_serializer=kvpool_dot_v1_dot_directory__pb2.LocateRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_directory__pb2.LocateResponse.FromString,
-                _registered_method=True)
-        self.Place = channel.unary_unary(
-                '/kvpool.v1.DirectoryService/Place',
-                request_serializer=kvpool_dot_v1_dot_directory__pb2.PlaceRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_directory__pb2.PlaceResponse.FromString,
+        self.GetShard = channel.unary_unary(
+                '/kvpool.v1.DirectoryService/GetShard',
+                request_serializer=kvpool_dot_v1_dot_directory__pb2.GetShardRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_directory__pb2.GetShardResponse.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/kvpool.v1.DirectoryService/Watch',
                 request_serializer=kvpool_dot_v1_dot_directory__pb2.DirectoryServiceWatchRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_directory__pb2.DirectoryServiceWatchResponse.FromString,
                 _registered_method=True)
-        self.ListShards = channel.unary_unary(
-                '/kvpool.v1.DirectoryService/ListShards',
-                request_serializer=kvpool_dot_v1_dot_directory__pb2.ListShardsRequest.SerializeToString,
-                response_deserializer=kvpool_dot_v1_dot_directory__pb2.ListShardsResponse.FromString,
-                _registered_method=True)
 
 
 class DirectoryServiceServicer(object):
-    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
-    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
+    """API for clients: which server of a shard is the primary. A shard is a primary and its standbys, which hold the same
+    pools. Every server of the shard answers, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
-
-    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
-    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
-    def Locate(self, request, context):
-        """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
-        call again, or ask another server).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Place(self, request, context):
-        """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-        is not created loses its shard after 20 to 40 seconds. A server of the chosen shard can be reached now; a shard that is
-        lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
-        (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
-        shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
-        pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
-        NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
+    def GetShard(self, request, context):
+        """Returns the server's shard as it is now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
-        other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
-        UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
-        many watches).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def ListShards(self, request, context):
-        """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now).
+        """Sends the server's shard as it is now, then after each change of its term, its primary or its members. Changes that
+        follow each other quickly may be left out; terms never fall. The stream ends only with an error: UNAVAILABLE (the
+        server stops: watch again, or watch another server); RESOURCE_EXHAUSTED (too many watches).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -118,25 +80,15 @@ class DirectoryServiceServicer(object):
 
 def add_DirectoryServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Locate': grpc.unary_unary_rpc_method_handler(
-                    servicer.Locate,
-                    request_deserializer=kvpool_dot_v1_dot_directory__pb2.LocateRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_directory__pb2.LocateResponse.SerializeToString,
-            ),
-            'Place': grpc.unary_unary_rpc_method_handler(
-                    servicer.Place,
-                    request_deserializer=kvpool_dot_v1_dot_directory__pb2.PlaceRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_directory__pb2.PlaceResponse.SerializeToString,
+            'GetShard': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetShard,
+                    request_deserializer=kvpool_dot_v1_dot_directory__pb2.GetShardRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_directory__pb2.GetShardResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
                     request_deserializer=kvpool_dot_v1_dot_directory__pb2.DirectoryServiceWatchRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_directory__pb2.DirectoryServiceWatchResponse.SerializeToString,
-            ),
-            'ListShards': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListShards,
-                    request_deserializer=kvpool_dot_v1_dot_directory__pb2.ListShardsRequest.FromString,
-                    response_serializer=kvpool_dot_v1_dot_directory__pb2.ListShardsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -147,19 +99,16 @@ def add_DirectoryServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DirectoryService(object):
-    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
-    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
+    """API for clients: which server of a shard is the primary. A shard is a primary and its standbys, which hold the same
+    pools. Every server of the shard answers, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
-
-    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
-    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     @staticmethod
-    def Locate(request,
+    def GetShard(request,
             target,
             options=(),
             channel_credentials=None,
@@ -172,36 +121,9 @@ class DirectoryService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvpool.v1.DirectoryService/Locate',
-            kvpool_dot_v1_dot_directory__pb2.LocateRequest.SerializeToString,
-            kvpool_dot_v1_dot_directory__pb2.LocateResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Place(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.DirectoryService/Place',
-            kvpool_dot_v1_dot_directory__pb2.PlaceRequest.SerializeToString,
-            kvpool_dot_v1_dot_directory__pb2.PlaceResponse.FromString,
+            '/kvpool.v1.DirectoryService/GetShard',
+            kvpool_dot_v1_dot_directory__pb2.GetShardRequest.SerializeToString,
+            kvpool_dot_v1_dot_directory__pb2.GetShardResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -229,33 +151,6 @@ class DirectoryService(object):
             '/kvpool.v1.DirectoryService/Watch',
             kvpool_dot_v1_dot_directory__pb2.DirectoryServiceWatchRequest.SerializeToString,
             kvpool_dot_v1_dot_directory__pb2.DirectoryServiceWatchResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def ListShards(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvpool.v1.DirectoryService/ListShards',
-            kvpool_dot_v1_dot_directory__pb2.ListShardsRequest.SerializeToString,
-            kvpool_dot_v1_dot_directory__pb2.ListShardsResponse.FromString,
             options,
             channel_credentials,
             insecure,

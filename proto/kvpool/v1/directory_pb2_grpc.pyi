@@ -27,115 +27,61 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DirectoryServiceStub:
-    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
-    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
+    """API for clients: which server of a shard is the primary. A shard is a primary and its standbys, which hold the same
+    pools. Every server of the shard answers, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
-
-    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
-    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DirectoryServiceAsyncStub: ...
-    Locate: _grpc.UnaryUnaryMultiCallable[_directory_pb2.LocateRequest, _directory_pb2.LocateResponse]
-    """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
-    call again, or ask another server).
-    """
-    Place: _grpc.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]
-    """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-    is not created loses its shard after 20 to 40 seconds. A server of the chosen shard can be reached now; a shard that is
-    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
-    (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
-    shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
-    pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
-    NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
-    """
+    GetShard: _grpc.UnaryUnaryMultiCallable[_directory_pb2.GetShardRequest, _directory_pb2.GetShardResponse]
+    """Returns the server's shard as it is now."""
     Watch: _grpc.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]
-    """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
-    other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
-    UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
-    many watches).
+    """Sends the server's shard as it is now, then after each change of its term, its primary or its members. Changes that
+    follow each other quickly may be left out; terms never fall. The stream ends only with an error: UNAVAILABLE (the
+    server stops: watch again, or watch another server); RESOURCE_EXHAUSTED (too many watches).
     """
-    ListShards: _grpc.UnaryUnaryMultiCallable[_directory_pb2.ListShardsRequest, _directory_pb2.ListShardsResponse]
-    """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now)."""
 
 @_typing.type_check_only
 class DirectoryServiceAsyncStub(DirectoryServiceStub):
-    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
-    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
+    """API for clients: which server of a shard is the primary. A shard is a primary and its standbys, which hold the same
+    pools. Every server of the shard answers, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
-
-    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
-    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Locate: _aio.UnaryUnaryMultiCallable[_directory_pb2.LocateRequest, _directory_pb2.LocateResponse]  # type: ignore[assignment]
-    """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
-    call again, or ask another server).
-    """
-    Place: _aio.UnaryUnaryMultiCallable[_directory_pb2.PlaceRequest, _directory_pb2.PlaceResponse]  # type: ignore[assignment]
-    """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-    is not created loses its shard after 20 to 40 seconds. A server of the chosen shard can be reached now; a shard that is
-    lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
-    (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
-    shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
-    pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
-    NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
-    """
+    GetShard: _aio.UnaryUnaryMultiCallable[_directory_pb2.GetShardRequest, _directory_pb2.GetShardResponse]  # type: ignore[assignment]
+    """Returns the server's shard as it is now."""
     Watch: _aio.UnaryStreamMultiCallable[_directory_pb2.DirectoryServiceWatchRequest, _directory_pb2.DirectoryServiceWatchResponse]  # type: ignore[assignment]
-    """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
-    other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
-    UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
-    many watches).
+    """Sends the server's shard as it is now, then after each change of its term, its primary or its members. Changes that
+    follow each other quickly may be left out; terms never fall. The stream ends only with an error: UNAVAILABLE (the
+    server stops: watch again, or watch another server); RESOURCE_EXHAUSTED (too many watches).
     """
-    ListShards: _aio.UnaryUnaryMultiCallable[_directory_pb2.ListShardsRequest, _directory_pb2.ListShardsResponse]  # type: ignore[assignment]
-    """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now)."""
 
 class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
-    """API for clients and ranks: which shard has a pool, and which server is its primary. A shard is the pools of one primary
-    and of its standbys. Every server of a cluster answers for all shards, also a standby; what it reports may lag behind.
+    """API for clients: which server of a shard is the primary. A shard is a primary and its standbys, which hold the same
+    pools. Every server of the shard answers, also a standby; what it reports may lag behind.
 
     A server that is not the primary refuses the calls of the other services: UNAVAILABLE, reason NOT_PRIMARY. The
     google.rpc.ErrorInfo of the refusal has the metadata `primary`, the primary's addresses separated by commas (empty: not
     known now), and `term`, the number of its term in decimal digits. The caller goes on to the primary.
-
-    A call may name the shard that it is for in the gRPC metadata `kvpool-shard`. A server of another shard refuses it in
-    the same way, and names no primary: the caller goes on to another server that it knows.
     """
 
     @_abc_1.abstractmethod
-    def Locate(
+    def GetShard(
         self,
-        request: _directory_pb2.LocateRequest,
+        request: _directory_pb2.GetShardRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_directory_pb2.LocateResponse, _abc.Awaitable[_directory_pb2.LocateResponse]]:
-        """Returns the shard of a pool. Errors: NOT_FOUND (no shard has the pool); UNAVAILABLE (the server does not know now:
-        call again, or ask another server).
-        """
-
-    @_abc_1.abstractmethod
-    def Place(
-        self,
-        request: _directory_pb2.PlaceRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_directory_pb2.PlaceResponse, _abc.Awaitable[_directory_pb2.PlaceResponse]]:
-        """Returns the shard of a pool; chooses one for a pool that has none. The caller then creates the pool there. A pool that
-        is not created loses its shard after 20 to 40 seconds. A server of the chosen shard can be reached now; a shard that is
-        lost keeps the pools that it has. Errors: INVALID_ARGUMENT (the pool or zone is no name); FAILED_PRECONDITION
-        (reason DAMAGED_RECORD: the directory names no shard for the pool, but something else); RESOURCE_EXHAUSTED (the
-        shards have the maximum of pools; reason TOO_MANY_TOKEN_POOLS: the caller's token has claimed the maximum of names of
-        pools that are not created); UNAVAILABLE (the directory of shards does not answer: call again; reason
-        NO_REACHABLE_SHARD: no server of a shard that was tried can be reached).
-        """
+    ) -> _typing.Union[_directory_pb2.GetShardResponse, _abc.Awaitable[_directory_pb2.GetShardResponse]]:
+        """Returns the server's shard as it is now."""
 
     @_abc_1.abstractmethod
     def Watch(
@@ -143,18 +89,9 @@ class DirectoryServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _directory_pb2.DirectoryServiceWatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_directory_pb2.DirectoryServiceWatchResponse], _abc.AsyncIterator[_directory_pb2.DirectoryServiceWatchResponse]]:
-        """Sends the server's own shard as it is now, then after each change of its term, its primary or its members. Changes that follow each
-        other quickly may be left out; terms never fall. The stream ends only with an error: NOT_FOUND (no such shard);
-        UNAVAILABLE (the server stops, or does not know now: watch again, or watch another server); RESOURCE_EXHAUSTED (too
-        many watches).
+        """Sends the server's shard as it is now, then after each change of its term, its primary or its members. Changes that
+        follow each other quickly may be left out; terms never fall. The stream ends only with an error: UNAVAILABLE (the
+        server stops: watch again, or watch another server); RESOURCE_EXHAUSTED (too many watches).
         """
-
-    @_abc_1.abstractmethod
-    def ListShards(
-        self,
-        request: _directory_pb2.ListShardsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_directory_pb2.ListShardsResponse, _abc.Awaitable[_directory_pb2.ListShardsResponse]]:
-        """Returns all shards of the cluster, by name. Errors: UNAVAILABLE (the server does not know now)."""
 
 def add_DirectoryServiceServicer_to_server(servicer: DirectoryServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

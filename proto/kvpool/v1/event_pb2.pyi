@@ -202,7 +202,9 @@ Global___BlockEvent: _TypeAlias = BlockEvent  # noqa: Y015
 
 @_typing.final
 class BlockStored(_message.Message):
-    """A run of consecutive full blocks of one request was cached."""
+    """A run of consecutive hash blocks of one request was cached: full blocks, or the hash blocks within one up to the end of a
+    prefix. A state is reported by its last hash block only.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -216,18 +218,18 @@ class BlockStored(_message.Message):
     parent_block_hash: _builtins.bytes
     """Hash of the block before the first. Empty: there is none."""
     block_size: _builtins.int
-    """Number of tokens that a block covers."""
+    """Number of tokens that a hash covers: the pool's hash_block_size."""
     lora_name: _builtins.str
     """LoRA of the request; empty: none."""
     group_id: _builtins.int
     """Group of the blocks."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Hashes of the blocks. A block that covers a multiple of the pool's hash_block_size has the last of its hashes."""
+        """Hashes of the hash blocks."""
 
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Tokens of the blocks: block_size per block."""
+        """Tokens of the hash blocks: block_size per hash."""
 
     @_builtins.property
     def lookahead_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -254,7 +256,7 @@ Global___BlockStored: _TypeAlias = BlockStored  # noqa: Y015
 
 @_typing.final
 class BlockRemoved(_message.Message):
-    """A cached block was evicted."""
+    """A cached block was evicted. A block that was stored with several hashes is removed with an event for each."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -262,7 +264,7 @@ class BlockRemoved(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     COPIES_LEFT_FIELD_NUMBER: _builtins.int
     block_hash: _builtins.bytes
-    """Its hash, as in BlockStored."""
+    """A hash of the block, as in BlockStored."""
     group_id: _builtins.int
     """Its group."""
     copies_left: _builtins.int

@@ -193,6 +193,7 @@ class Offer(_message.Message):
     AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
     IS_LENT_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
     lending_version: _builtins.int
     """Version of this protocol: 1."""
     rank: _builtins.int
@@ -205,6 +206,8 @@ class Offer(_message.Message):
     """Whether memory is in use, so that a process must declare the same layout."""
     device: _builtins.str
     """Device of the memory: "cpu", or "cuda:N"."""
+    weights_bytes: _builtins.int
+    """Bytes of the device that the weights of the newest engine take beside the memory; 0 if they are not known."""
     def __init__(
         self,
         *,
@@ -214,10 +217,11 @@ class Offer(_message.Message):
         available_bytes: _builtins.int = ...,
         is_lent: _builtins.bool = ...,
         device: _builtins.str = ...,
+        weights_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "is_lent", b"is_lent", "lending_version", b"lending_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "is_lent", b"is_lent", "lending_version", b"lending_version", "rank", b"rank", "weights_bytes", b"weights_bytes", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -230,6 +234,9 @@ class Map(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DECLARED_FIELD_NUMBER: _builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    weights_bytes: _builtins.int
+    """Bytes of the device that the weights of the engine take on this rank, for later offers; 0 if they are not known."""
     @_builtins.property
     def declared(self) -> _worker_pb2.DeclaredMemory:
         """The layout that the engine needs on this rank."""
@@ -238,10 +245,11 @@ class Map(_message.Message):
         self,
         *,
         declared: _worker_pb2.DeclaredMemory | None = ...,
+        weights_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["declared", b"declared"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared", b"declared"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["declared", b"declared", "weights_bytes", b"weights_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

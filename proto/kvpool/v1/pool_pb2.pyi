@@ -89,7 +89,9 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_RESET: _MissReason.ValueType  # 3
     """The block was cached before the most recent reset, or before the current epoch began."""
     MISS_REASON_OTHER_SCOPE: _MissReason.ValueType  # 4
-    """The block is cached, but in another namespace or under another weights version."""
+    """The block is cached, but in another namespace or under another weights version. Operators alone see this reason: to
+    the tokens of other roles, such look-ups count as unseen.
+    """
     MISS_REASON_NOT_EXECUTED: _MissReason.ValueType  # 5
     """The block is cached, but its session has not reported the step that fills it as executed."""
     MISS_REASON_NOT_KEPT: _MissReason.ValueType  # 6
@@ -113,7 +115,9 @@ MISS_REASON_EVICTED: MissReason.ValueType  # 2
 MISS_REASON_RESET: MissReason.ValueType  # 3
 """The block was cached before the most recent reset, or before the current epoch began."""
 MISS_REASON_OTHER_SCOPE: MissReason.ValueType  # 4
-"""The block is cached, but in another namespace or under another weights version."""
+"""The block is cached, but in another namespace or under another weights version. Operators alone see this reason: to
+the tokens of other roles, such look-ups count as unseen.
+"""
 MISS_REASON_NOT_EXECUTED: MissReason.ValueType  # 5
 """The block is cached, but its session has not reported the step that fills it as executed."""
 MISS_REASON_NOT_KEPT: MissReason.ValueType  # 6
@@ -435,9 +439,7 @@ class PrefixCacheCounters(_message.Message):
     resets: _builtins.int
     """Number of resets of the prefix cache."""
     shared_hits_tokens: _builtins.int
-    """Number of tokens, of hits_tokens and preempted_hits_tokens, in blocks filled by another session, or by the same
-    session before it was resumed.
-    """
+    """Number of tokens, of hits_tokens and preempted_hits_tokens, in blocks filled by another session."""
     def __init__(
         self,
         *,
@@ -811,7 +813,7 @@ class PoolInfo(_message.Message):
     @_builtins.property
     def weights_versions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The different weights versions of the open sessions, sorted; at most the first 16. Empty if no session is open; one
-        empty version if all sessions have none.
+        empty version if all sessions have none. Tokens of roles other than admin see those of their own namespace.
         """
 
     def __init__(

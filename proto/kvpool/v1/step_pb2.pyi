@@ -57,7 +57,7 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """Drops all hashes if no request holds a block. A pool with sinks is never reset. Names no request."""
     OPERATION_COMMON_PREFIX: _Operation.ValueType  # 10
     """Counts the leading blocks that all running requests of the session have in common. A server accepts at most 64 per
-    step.
+    step, and counts fewer blocks if a session has tens of thousands of requests.
     """
     OPERATION_APPEND: _Operation.ValueType  # 11
     """Only appends tokens and hashes to the request, or declares it."""
@@ -76,8 +76,8 @@ class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
     in the order of these operations.
 
     A step is validated as a whole before it changes anything. It is applied, or refused with an error that names the
-    field. Too few free blocks is not an error: the operation has the outcome OUTCOME_NO_BLOCKS (or OUTCOME_OVER_QUOTA),
-    and every later operation of the step that would allocate blocks has OUTCOME_SKIPPED. A scheduler's loop stops there.
+    field. Too few free blocks is not an error: the operation has the outcome OUTCOME_NO_BLOCKS (or OUTCOME_OVER_QUOTA
+    or OUTCOME_NEVER_FITS), and every later operation of the step that would allocate blocks has OUTCOME_SKIPPED. A scheduler's loop stops there.
 
     An operation on a request or on the pool.
     """
@@ -114,7 +114,7 @@ OPERATION_RESET: Operation.ValueType  # 9
 """Drops all hashes if no request holds a block. A pool with sinks is never reset. Names no request."""
 OPERATION_COMMON_PREFIX: Operation.ValueType  # 10
 """Counts the leading blocks that all running requests of the session have in common. A server accepts at most 64 per
-step.
+step, and counts fewer blocks if a session has tens of thousands of requests.
 """
 OPERATION_APPEND: Operation.ValueType  # 11
 """Only appends tokens and hashes to the request, or declares it."""
@@ -150,6 +150,11 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """The session would hold more blocks than its max_blocks. Nothing was allocated, and as after OUTCOME_NO_BLOCKS no
     later operation of the step allocates blocks. Only the session's own requests can free blocks for it.
     """
+    OUTCOME_NEVER_FITS: _Outcome.ValueType  # 6
+    """As OUTCOME_NO_BLOCKS or OUTCOME_OVER_QUOTA, but the request would hold more blocks than the session ever can: its
+    max_blocks, or the blocks of the pool without the minima of the other sessions that are open now. Free it, or
+    allocate fewer tokens at once.
+    """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """How an operation ended."""
@@ -172,6 +177,11 @@ OUTCOME_OVER_QUOTA: Outcome.ValueType  # 5
 """The session would hold more blocks than its max_blocks. Nothing was allocated, and as after OUTCOME_NO_BLOCKS no
 later operation of the step allocates blocks. Only the session's own requests can free blocks for it.
 """
+OUTCOME_NEVER_FITS: Outcome.ValueType  # 6
+"""As OUTCOME_NO_BLOCKS or OUTCOME_OVER_QUOTA, but the request would hold more blocks than the session ever can: its
+max_blocks, or the blocks of the pool without the minima of the other sessions that are open now. Free it, or
+allocate fewer tokens at once.
+"""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 @_typing.final
@@ -190,6 +200,7 @@ class Step(_message.Message):
     REQUEST_NUMBERS_FIELD_NUMBER: _builtins.int
     DECLARES_FIELD_NUMBER: _builtins.int
     NUM_APPENDED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_NEW_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_TAKEN_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_REJECTED_TOKENS_FIELD_NUMBER: _builtins.int
@@ -262,6 +273,13 @@ class Step(_message.Message):
     @_builtins.property
     def num_appended_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Column: number of tokens appended since the request was last named; if it is declared, tokens of the prompt."""
+
+    @_builtins.property
+    def num_prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: length of the request's prompt from now on, at most its known tokens, the appended ones included. Which
+        prefixes are kept in groups that are cached sparsely depends on it. 0: unchanged; if the request is declared, all its
+        tokens. OPERATION_FREE, OPERATION_PREEMPT and operations without a request: 0.
+        """
 
     @_builtins.property
     def num_new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -355,6 +373,7 @@ class Step(_message.Message):
         request_numbers: _abc.Iterable[_builtins.int] | None = ...,
         declares: _abc.Iterable[_builtins.bool] | None = ...,
         num_appended_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_new_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_taken_tokens: _abc.Iterable[_builtins.int] | None = ...,
         num_rejected_tokens: _abc.Iterable[_builtins.int] | None = ...,
@@ -377,7 +396,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "declares", b"declares", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids", "trace_contexts", b"trace_contexts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "declares", b"declares", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids", "trace_contexts", b"trace_contexts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

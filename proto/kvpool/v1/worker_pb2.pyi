@@ -641,7 +641,7 @@ Global___Leave: _TypeAlias = Leave  # noqa: Y015
 @_typing.final
 class Fence(_message.Message):
     """Names the sessions whose steps may run: those with a live number, and those opened later. Sent after Ready, and when
-    a session ends or is resumed, because a resumption ends the session's former number.
+    a session ends.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

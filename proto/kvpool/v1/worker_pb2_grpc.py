@@ -32,8 +32,7 @@ class WorkerServiceStub(object):
     INVALID_ARGUMENT     malformed, out of range, no memory, or no plan fits all ranks: fix the named field
     FAILED_PRECONDITION  PROTOCOL_VERSION: the worker uses another protocol version; RANK_TAKEN: another process is
     registered as this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the named
-    field; POOL_DIFFERS: a scheduler declared a pool of this name; OTHER_SHARD, DAMAGED_RECORD: as
-    in CreatePool
+    field; POOL_DIFFERS: a scheduler declared a pool of this name
     ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
     RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
     UNAVAILABLE          the server stops, is not the primary of its shard (NOT_PRIMARY) or got no confirmation of its
@@ -61,8 +60,7 @@ class WorkerServiceServicer(object):
     INVALID_ARGUMENT     malformed, out of range, no memory, or no plan fits all ranks: fix the named field
     FAILED_PRECONDITION  PROTOCOL_VERSION: the worker uses another protocol version; RANK_TAKEN: another process is
     registered as this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the named
-    field; POOL_DIFFERS: a scheduler declared a pool of this name; OTHER_SHARD, DAMAGED_RECORD: as
-    in CreatePool
+    field; POOL_DIFFERS: a scheduler declared a pool of this name
     ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
     RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
     UNAVAILABLE          the server stops, is not the primary of its shard (NOT_PRIMARY) or got no confirmation of its
@@ -109,8 +107,7 @@ class WorkerService(object):
     INVALID_ARGUMENT     malformed, out of range, no memory, or no plan fits all ranks: fix the named field
     FAILED_PRECONDITION  PROTOCOL_VERSION: the worker uses another protocol version; RANK_TAKEN: another process is
     registered as this rank; RANKS_DISAGREE, RANKS_DISAGREE_ON_A_LAYER: ranks differ in the named
-    field; POOL_DIFFERS: a scheduler declared a pool of this name; OTHER_SHARD, DAMAGED_RECORD: as
-    in CreatePool
+    field; POOL_DIFFERS: a scheduler declared a pool of this name
     ABORTED              the rank was given up, a newer stream replaced this one, or no first message came: join again
     RESOURCE_EXHAUSTED   the server or the token has the maximum number of pools, or the rank does not read its messages
     UNAVAILABLE          the server stops, is not the primary of its shard (NOT_PRIMARY) or got no confirmation of its

@@ -11,6 +11,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final
 
 from kvpool.wire.descriptor_reserve import DescriptorReserve
@@ -110,14 +111,16 @@ class Acceptor:
                 await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
 
     async def _next(self, listener: socket.socket) -> socket.socket | None:
+        await _readable(listener)
         try:
-            connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            connection, _ = listener.accept()
         except OSError:  # for example, no file descriptor is left
             with contextlib.suppress(OSError), self.reserve.released():
                 connection, _ = listener.accept()
                 connection.settimeout(0)
                 return connection
             return None
+        connection.settimeout(0)
         return connection
 
     async def _take(self, connection: socket.socket) -> None:
@@ -136,10 +139,30 @@ class Acceptor:
             oldest.cancel()
         task = asyncio.create_task(self._connect(connection), name="handshake")
         self._handshakes[task] = None
-        task.add_done_callback(lambda _: self._handshakes.pop(task, None))
+        task.add_done_callback(partial(self._end_handshake, connection))
+
+    def _end_handshake(self, connection: socket.socket, task: asyncio.Task[None]) -> None:
+        self._handshakes.pop(task, None)
+        if task.cancelled():  # maybe before its first line, when nothing else has the connection
+            connection.close()
 
     async def _connect(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # of the peer: not TLS, or too late
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_protocol, connection, ssl=self._tls, ssl_handshake_timeout=self._handshake_seconds
             )
+
+
+async def _readable(listener: socket.socket) -> None:
+    """Waits until a connection can be accepted.
+
+    asyncio's `sock_accept` raises an error in the event loop, and loses the connection, if it is cancelled in the
+    iteration of the loop in which a connection arrives.
+    """
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(listener, readable.set)
+    try:
+        await readable.wait()
+    finally:
+        loop.remove_reader(listener)

@@ -61,7 +61,7 @@ def host_and_port(name: str, address: str) -> tuple[str, int]:
 def is_loopback(address: str) -> bool:
     """Whether a TCP address is on this machine: `localhost` or a loopback IP address. Does not resolve names."""
     found = _split(address)
-    return found is not None and (found[0] == "localhost" or _is_loopback_ip(found[0]))
+    return found is not None and (found[0] == "localhost" or is_loopback_ip(found[0]))
 
 
 def ip_addresses(address: str) -> list[str]:
@@ -113,7 +113,7 @@ def resolves_beyond_loopback(host: str) -> bool:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
         return True
-    return not all(_is_loopback_ip(str(resolved[0])) for *_, resolved in found)
+    return not all(is_loopback_ip(str(resolved[0])) for *_, resolved in found)
 
 
 def refuse_plaintext(name: str, kind: str, address: str, allowed: Collection[str]) -> None:
@@ -211,7 +211,8 @@ def _check_unused(path: Path) -> None:
         raise FileExistsError(f"another server listens on unix:{path}")
 
 
-def _is_loopback_ip(host: str) -> bool:
+def is_loopback_ip(host: str) -> bool:
+    """Whether a host is a loopback IP address."""
     try:
         number = ipaddress.ip_address(host)
     except ValueError:

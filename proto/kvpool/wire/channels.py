@@ -9,7 +9,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self, TypeVar, cast
 
@@ -46,8 +46,11 @@ SESSION_CHANNEL_OPTIONS: Final = [
 """Options of a channel for sessions."""
 
 
-SHARD_KEY: Final = "kvpool-shard"
-"""Key of a call's metadata with the name of the shard that it is for: servers of other shards refuse it."""
+ACCESS_VARIABLES: Final = (
+    *("KVPOOL_TLS_CA", "KVPOOL_TLS_CERT", "KVPOOL_TLS_KEY", "KVPOOL_TLS_SERVER_NAME"),
+    *("KVPOOL_TOKEN_FILE", "KVPOOL_TOKEN"),
+)
+"""The variables of a client's credentials, in the order in which `ClientCredentials.of` takes them."""
 
 IDLE_SECONDS: Final = 60.0
 """Time without a call after which a server closes a connection. A client's next call connects again."""
@@ -121,13 +124,11 @@ class ClientCredentials:
         tls: TLS settings for TCP; None for plaintext.
         token: The token, or the path of a file that contains it; None for none.
         allow_plaintext: Whether to send the token even where others on the network can read it.
-        shard: Name of the shard that the calls are for; empty for any. An address may come to belong to another one.
     """
 
     tls: TlsConfig | None = None
     token: str | Path | None = field(default=None, repr=False)
     allow_plaintext: bool = False
-    shard: str = ""
 
     @classmethod
     def of(
@@ -139,21 +140,13 @@ class ClientCredentials:
         environment: Mapping[str, str] = os.environ,
     ) -> Self:
         """Makes credentials; arguments that are None come from KVPOOL_TLS_CA, KVPOOL_TOKEN_FILE and so on."""
-        if tls is None and any(environment.get(name) for name in ("KVPOOL_TLS_CA", "KVPOOL_TLS_CERT")):
-
-            def path(name: str) -> Path | None:
-                return Path(environment[name]) if environment.get(name) else None
-
-            name = environment.get("KVPOOL_TLS_SERVER_NAME", "")
-            tls = TlsConfig(path("KVPOOL_TLS_CA"), path("KVPOOL_TLS_CERT"), path("KVPOOL_TLS_KEY"), name)
+        *tls_files, server_name, file, value = (environment.get(name, "") for name in ACCESS_VARIABLES)
+        ca, certificate, key = (Path(each) if each else None for each in tls_files)
+        if tls is None and (ca or certificate):
+            tls = TlsConfig(ca, certificate, key, server_name)
         if token is None:
-            file = environment.get("KVPOOL_TOKEN_FILE")
-            token = Path(file) if file else environment.get("KVPOOL_TOKEN") or None
+            token = Path(file) if file else value or None
         return cls(tls, token, allow_plaintext)
-
-    def at_shard(self, shard: str) -> Self:
-        """The same credentials, for calls to a shard."""
-        return replace(self, shard=shard)
 
     @property
     def token_source(self) -> str:
@@ -168,23 +161,6 @@ class ClientCredentials:
         if self.token is not None:
             _read_token(self.token)
 
-    def allowed(self, addresses: Sequence[str]) -> list[str]:
-        """Returns the addresses to which the token may be sent: over TLS, or on this host.
-
-        Raises:
-            ValueError: There is none, or a file cannot be read.
-        """
-        found: list[str] = []
-        for address in addresses:
-            try:
-                self.check(address)
-            except ValueError:
-                if address == addresses[-1] and not found:
-                    raise
-            else:
-                found.append(address)
-        return found
-
     def channel(self, address: str, options: Options) -> grpc.Channel:
         """Makes a synchronous channel. It connects at the first call.
 
@@ -193,15 +169,15 @@ class ClientCredentials:
         """
         credentials, options = self._for(address, options)
         if credentials:
-            return self._with_metadata(grpc.secure_channel(address, credentials, options=options))
-        return self._with_metadata(grpc.insecure_channel(address, options=options))
+            return self._with_token(grpc.secure_channel(address, credentials, options=options))
+        return self._with_token(grpc.insecure_channel(address, options=options))
 
     def aio_channel(self, address: str, options: Options) -> grpc.aio.Channel:
         """Makes an asyncio channel; see `channel`."""
         credentials, options = self._for(address, options)
         if credentials:
-            return self._with_metadata(grpc.aio.secure_channel(address, credentials, options=options))
-        return self._with_metadata(grpc.aio.insecure_channel(address, options=options))
+            return self._with_token(grpc.aio.secure_channel(address, credentials, options=options))
+        return self._with_token(grpc.aio.insecure_channel(address, options=options))
 
     def _for(self, address: str, options: Options) -> tuple[grpc.ChannelCredentials | None, Options]:
         if address.startswith("unix:"):
@@ -218,19 +194,17 @@ class ClientCredentials:
             )
         return None, (*options, _WITHOUT_PROXY)
 
-    def _with_metadata(self, channel: "_ChannelT") -> "_ChannelT":
-        if self.token is None and not self.shard:
+    def _with_token(self, channel: "_ChannelT") -> "_ChannelT":
+        if self.token is None:
             return channel
-        read = None if self.token is None else _token_reader(self.token)
-        return cast("_ChannelT", _MetadataChannel(channel, self.shard, read))
+        return cast("_ChannelT", _TokenChannel(channel, _token_reader(self.token)))
 
 
-class _MetadataChannel:
-    """A channel that adds a shard and a token to each call. Supports only the call form that generated stubs use."""
+class _TokenChannel:
+    """A channel that adds a token to each call. Supports only the call form that generated stubs use."""
 
-    def __init__(self, channel: Any, shard: str, read_token: Callable[[], str] | None) -> None:  # noqa: ANN401 - of either kind
+    def __init__(self, channel: Any, read_token: Callable[[], str]) -> None:  # noqa: ANN401 - of either kind
         self._channel = channel
-        self._shard = ((SHARD_KEY, shard),) if shard else ()
         self._read_token = read_token
         self.close = channel.close
 
@@ -246,18 +220,18 @@ class _MetadataChannel:
             raise AttributeError(kind)
         make = getattr(self._channel, kind)
 
-        def with_metadata(*args: Any, **options: Any) -> Callable[..., Any]:  # noqa: ANN401 - as grpc has it
+        def with_token(*args: Any, **options: Any) -> Callable[..., Any]:  # noqa: ANN401 - as grpc has it
             call = make(*args, **options)
 
             def start(*request: Any, metadata: _Metadata | None = None, **how: Any) -> Any:  # noqa: ANN401 - as grpc has it
-                return call(*request, metadata=(*(metadata or ()), *self._shard, *self._token()), **how)
+                return call(*request, metadata=(*(metadata or ()), self._token()), **how)
 
             return start
 
-        return with_metadata
+        return with_token
 
-    def _token(self) -> _Metadata:
-        return (("authorization", f"Bearer {self._read_token()}"),) if self._read_token else ()
+    def _token(self) -> tuple[str, str]:
+        return "authorization", f"Bearer {self._read_token()}"
 
 
 def _token_reader(token: str | Path) -> Callable[[], str]:

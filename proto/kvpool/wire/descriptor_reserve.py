@@ -28,25 +28,15 @@ class DescriptorReserve:
         finally:
             self.fill()
 
-    def fill(self) -> bool:
-        """Takes the descriptors that are not held. Returns whether all of them are held now."""
+    def fill(self) -> None:
+        """Takes the descriptors that are not held, as far as there are free ones."""
         with contextlib.suppress(OSError):
             while len(self._held) < self._num_files:
                 self._held.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-        return len(self._held) == self._num_files
 
     def close(self) -> None:
         """Frees the descriptors for good. The end of the object does so, too."""
         self._finalizer()
-
-
-def has_free_files(num_files: int) -> bool:
-    """Whether the process can open this number of files."""
-    probe = DescriptorReserve(num_files)
-    try:
-        return probe.fill()
-    finally:
-        probe.close()
 
 
 def _close_all(descriptors: list[int]) -> None:

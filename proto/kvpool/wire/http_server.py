@@ -5,22 +5,28 @@
 2. A peer has limited time to send its request, and to receive the answer.
 3. A connection is accepted even if the process has no other file descriptor left.
 4. A page is made in limited time, or as often as its handler allows. See `MetricsPages`.
+5. A request over loopback must name this machine. Otherwise a web page that a user opens could read all pages, through
+   a name of its own that it lets stand for 127.0.0.1 (DNS rebinding).
 
 aiohttp parses the requests and writes the answers. `Acceptor` accepts the connections.
 """
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
+import socket
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, TypeAlias
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
 from kvpool.wire.acceptor import ACCEPT_PAUSE_SECONDS, Acceptor, bound_listeners
+from kvpool.wire.address import is_loopback_ip
 
 MAX_CONNECTIONS: Final = 32
 REQUEST_SECONDS: Final = 5.0
@@ -43,7 +49,7 @@ class HttpServer:
     """Serves pages from its creation until `stop`.
 
     Args:
-        host: IP address or host name to listen on; on all addresses of a name.
+        host: IP address or host name to listen on; on all addresses of a name, which requests over loopback may give.
         port: Port to listen on; 0 for a free one.
         pages: The handler of each path. Called in the server's event loop.
 
@@ -58,6 +64,7 @@ class HttpServer:
         self._listeners = bound_listeners(host, port)
         self.port: int = self._listeners[0].getsockname()[1]
         self._pages = pages
+        self._own_names = frozenset(name.lower() for name in ("localhost", host, socket.gethostname()))
         self._stopped = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvpool-http", daemon=True)
@@ -73,7 +80,7 @@ class HttpServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        peers = _Peers(self._pages)
+        peers = _Peers(self._pages, self._own_names)
         peers.acceptor.start(self._listeners)
         await self._stopped.wait()
         peers.acceptor.close()
@@ -116,7 +123,7 @@ class _Peers(web.Server):
         acceptor: Accepts them.
     """
 
-    def __init__(self, pages: Mapping[str, Handler]) -> None:
+    def __init__(self, pages: Mapping[str, Handler], own_names: Collection[str]) -> None:
         super().__init__(
             self._answer,
             handler_cancellation=True,
@@ -129,6 +136,7 @@ class _Peers(web.Server):
             max_headers=_MAX_HEADERS,
         )
         self._pages = pages
+        self._own_names = own_names
         self._peers: dict[RequestHandler, _Peer] = {}  # the longest-waiting first
         self._has_room = asyncio.Event()
         self.acceptor = Acceptor(self, admit=self._admit)
@@ -193,6 +201,8 @@ class _Peers(web.Server):
             self._has_room.set()
 
     async def _made(self, request: web.BaseRequest) -> web.StreamResponse:
+        if not self._is_ours(request):
+            return text_response(421, "the host in the request is no name of this machine")
         if request.method not in ("GET", "HEAD"):
             return text_response(405, "only GET and HEAD", headers={"Allow": "GET, HEAD"})
         handler = self._pages.get(request.path)
@@ -207,6 +217,32 @@ class _Peers(web.Server):
         except Exception:  # noqa: BLE001 - the boundary: a bug must end this answer alone, and is logged
             _log.exception("bug", extra={"method": request.path})
             return text_response(500, "the page failed; see the log")
+
+    def _is_ours(self, request: web.BaseRequest) -> bool:
+        """Whether the request came from elsewhere, or its host is an IP address or a name of this machine."""
+        address = request.transport.get_extra_info("sockname") if request.transport else None
+        if not address or not is_loopback_ip(address[0]):
+            return True
+        if "Host" not in request.headers:  # no browser
+            return True
+        host = _name_in(request.headers["Host"])
+        return host in self._own_names or host.endswith(".localhost") or _is_ip(host)
+
+
+def _name_in(host: str) -> str:
+    """The name or IP address in a header `Host`, without its port; empty if it is malformed."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
+
+
+def _is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def text_response(status: int, text: str, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -1,6 +1,6 @@
 """The fields of log events, and how they read in a line of text.
 
-Code logs fixed phrases and passes variable values in `extra`; docs/reference/logs.md lists both.
+Code logs fixed phrases and passes variable values in `extra`. docs/tables.py lists both.
 """
 
 import json
@@ -9,12 +9,12 @@ from typing import Final
 
 FIELDS: Final = (
     *("shard", "term", "member", "primary", "state_lost", "resumes", "pools"),
-    *("pool", "session", "session_before", "client", "rank", "epoch", "memory", "weights_version", "reason"),
+    *("pool", "session", "client", "rank", "epoch", "memory", "weights_version", "reason"),
     *("error", "method"),
-    *("requests", "sessions", "ranks", "absent_ranks", "blocks", "planned_blocks", "buffers", "messages", "batches"),
-    *("records", "bytes", "seconds"),
+    *("requests", "sessions", "ranks", "absent_ranks", "blocks", "cached_blocks", "planned_blocks", "buffers"),
+    *("messages", "records", "bytes", "seconds"),
     *("calls", "tokens", "token_name", "peer", "path"),
-    *("device", "host", "pid", "server", "address", "addresses", "setting", "field", "async_scheduling"),
+    *("device", "host", "pid", "server", "address", "addresses", "journal", "setting", "field", "async_scheduling"),
 )
 """All fields of kvpool's log events, in the order of output."""
 

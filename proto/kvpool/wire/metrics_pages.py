@@ -1,6 +1,7 @@
 """The pages that every process serves: metrics for Prometheus, health and readiness.
 
-Metrics are made for at most `SCRAPES_PER_SECOND` in each format. More scrapes get the newest page of their format.
+Metrics are made for at most `SCRAPES_PER_SECOND`, in all formats together. More scrapes get the newest page of their
+format.
 """
 
 import asyncio
@@ -21,6 +22,8 @@ from kvpool.wire.http_server import Handler, text_response
 from kvpool.wire.log_queue import dropped_log_records
 
 SCRAPES_PER_SECOND: Final = 5.0
+MAX_AGE_SECONDS: Final = 1.0
+"""Age from which a page is made again on credit, so that no format takes the scrapes of the others."""
 _OPENMETRICS: Final = "application/openmetrics-text"
 
 _log = logging.getLogger("kvpool.metrics")
@@ -65,8 +68,8 @@ class MetricsPages:
         self._registry.register(collector)
         self._readiness = readiness
         self._check: asyncio.Task[Readiness] | None = None
-        self._formats = {(text, is_zipped): _Format() for text in (False, True) for is_zipped in (False, True)}
-        """By whether it is OpenMetrics, and whether it is compressed."""
+        self._newest: dict[tuple[bool, bool], _Scrape] = {}  # by whether it is OpenMetrics, and compressed
+        self._budget = _Budget()
         self._rendering = asyncio.Lock()
 
     @property
@@ -78,10 +81,12 @@ class MetricsPages:
         is_openmetrics = _OPENMETRICS in request.headers.get("Accept", "")
         is_zipped = "gzip" in request.headers.get("Accept-Encoding", "")
         encode, content_type = choose_encoder(f"{_OPENMETRICS};version=1.0.0" if is_openmetrics else "")
-        form = self._formats[is_openmetrics, is_zipped]
-        if form.scrape is None or (form.scrape.done() and form.spend_budget()):
-            form.scrape = asyncio.create_task(self._scrape(encode, content_type, is_zipped=is_zipped))
-        page = await asyncio.shield(form.scrape)  # others may wait for it, too
+        form = is_openmetrics, is_zipped
+        newest = self._newest.get(form)
+        if newest is None or (newest.page.done() and self._budget.spend(newest.start_seconds)):
+            task = asyncio.create_task(self._scrape(encode, content_type, is_zipped=is_zipped))
+            newest = self._newest[form] = _Scrape(task, time.monotonic())
+        page = await asyncio.shield(newest.page)  # others may wait for it, too
         headers = {"Content-Type": page.content_type, "Vary": "Accept, Accept-Encoding"}
         if is_zipped and page.status == 200:  # noqa: PLR2004 - OK
             headers["Content-Encoding"] = "gzip"
@@ -120,27 +125,35 @@ class MetricsPages:
         return text_response(200, f"ok; {found.detail}" if found.detail else "ok")
 
 
-class _Format:
-    """A format of the metrics.
+@dataclass(frozen=True, slots=True)
+class _Scrape:
+    """The newest scrape of a format.
 
     Attributes:
-        scrape: The newest scrape, complete or not.
+        page: What it makes.
+        start_seconds: When it began, in monotonic time.
     """
 
-    def __init__(self) -> None:
-        self.scrape: asyncio.Task[_Page] | None = None
-        self._budget_scrapes = SCRAPES_PER_SECOND
-        self._budget_time_seconds = time.monotonic()
+    page: asyncio.Task[_Page]
+    start_seconds: float
 
-    def spend_budget(self) -> bool:
-        """Takes one scrape from the budget; returns False if there is none left."""
+
+class _Budget:
+    """How many scrapes may begin now. Scrapes of old pages overdraw it, at most by one per format."""
+
+    def __init__(self) -> None:
+        self._scrapes = SCRAPES_PER_SECOND
+        self._time_seconds = time.monotonic()
+
+    def spend(self, last_seconds: float) -> bool:
+        """Takes one scrape of a format whose last one began at a time; returns False if there is none left."""
         now = time.monotonic()
-        earned = (now - self._budget_time_seconds) * SCRAPES_PER_SECOND
-        self._budget_scrapes = min(self._budget_scrapes + earned, SCRAPES_PER_SECOND)
-        self._budget_time_seconds = now
-        if self._budget_scrapes < 1:
+        earned = (now - self._time_seconds) * SCRAPES_PER_SECOND
+        self._scrapes = min(self._scrapes + earned, SCRAPES_PER_SECOND)
+        self._time_seconds = now
+        if self._scrapes < 1 and now - last_seconds < MAX_AGE_SECONDS:
             return False
-        self._budget_scrapes -= 1
+        self._scrapes -= 1
         return True
 
 

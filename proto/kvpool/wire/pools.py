@@ -1,14 +1,11 @@
-"""Converts pool configurations and pool descriptions between protobuf messages and core values."""
+"""Converts pool configurations and states between protobuf messages and core values."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ranks.messages import MappingProcess, PoolState, RankInfo, RankState
+from kvpool.core.ranks.messages import MappingProcess, PoolState
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
-from kvpool.core.statistics import ActivityCounters, MissReason, PrefixCacheStats
-from kvpool.core.views.pool_info import GroupInfo, MissCount, PoolInfo
 from kvpool.v1 import pool_pb2
 from kvpool.wire import specs as wire_specs
 from kvpool.wire.fields import EnumNumbers, field_values
@@ -16,11 +13,7 @@ from kvpool.wire.fields import EnumNumbers, field_values
 _REUSE_ORDERS: Final = EnumNumbers(ReuseOrder, pool_pb2.ReuseOrder)
 _KEY_FORMS: Final = EnumNumbers(KeyForm, pool_pb2.KeyForm)
 _POOL_STATES: Final = EnumNumbers(PoolState, pool_pb2.PoolState)
-_RANK_STATES: Final = EnumNumbers(RankState, pool_pb2.RankState)
-_MISS_REASONS: Final = EnumNumbers(MissReason, pool_pb2.MissReason)
 _CONFIG_FIELDS_CONVERTED: Final = ("groups", "reuse_order", "enable_caching", "hash_scheme")
-_RANK_FIELDS_CONVERTED: Final = ("state", "mapping_processes")
-_INFO_FIELDS_CONVERTED: Final = ("config", "prefix_cache", "state", "ranks", "activity", "groups", "fingerprint")
 
 
 def config_from_proto(message: pool_pb2.PoolConfig) -> PoolConfig:
@@ -111,35 +104,6 @@ def hash_scheme_to_proto(scheme: HashScheme, *, with_none_hash: bool) -> pool_pb
     )
 
 
-def info_to_proto(info: PoolInfo) -> pool_pb2.PoolInfo:
-    """Encodes the description of a pool, without its none_hash."""
-    return pool_pb2.PoolInfo(
-        config=config_to_proto(info.config, with_none_hash=False),
-        prefix_cache=pool_pb2.PrefixCacheCounters(**asdict(info.prefix_cache)),
-        state=pool_state_to_proto(info.state),
-        world_size=len(info.ranks),
-        ranks=[_rank_to_proto(rank) for rank in info.ranks],
-        activity=pool_pb2.ActivityCounters(**asdict(info.activity)),
-        groups=[_group_info_to_proto(group) for group in info.groups],
-        fingerprint=dict(info.fingerprint),
-        **field_values(PoolInfo, info, _INFO_FIELDS_CONVERTED),
-    )
-
-
-def info_from_proto(message: pool_pb2.PoolInfo) -> PoolInfo:
-    """Decodes the description of a pool."""
-    return PoolInfo(
-        config=config_from_proto(message.config),
-        prefix_cache=PrefixCacheStats(**field_values(PrefixCacheStats, message.prefix_cache)),
-        state=pool_state_from_proto(message.state),
-        ranks=tuple(_rank_from_proto(rank) for rank in message.ranks),
-        activity=ActivityCounters(**field_values(ActivityCounters, message.activity)),
-        groups=tuple(_group_info_from_proto(group) for group in message.groups),
-        fingerprint=tuple(sorted(message.fingerprint.items())),
-        **field_values(PoolInfo, message, _INFO_FIELDS_CONVERTED),
-    )
-
-
 def pool_state_to_proto(state: PoolState) -> pool_pb2.PoolState.ValueType:
     """Encodes a pool's state."""
     return _POOL_STATES.number(state)
@@ -158,45 +122,3 @@ def mapping_processes_to_proto(processes: Iterable[MappingProcess]) -> list[pool
 def mapping_processes_from_proto(processes: Iterable[pool_pb2.MappingProcess]) -> tuple[MappingProcess, ...]:
     """Decodes the processes that map the memory of a rank."""
     return tuple(MappingProcess(**field_values(MappingProcess, process)) for process in processes)
-
-
-def miss_reason_to_proto(reason: MissReason) -> pool_pb2.MissReason.ValueType:
-    """Encodes the reason of a miss."""
-    return _MISS_REASONS.number(reason)
-
-
-def miss_reason_from_proto(reason: int) -> MissReason:
-    """Decodes the reason of a miss. An unknown reason of a newer server is decoded as UNSEEN."""
-    return _MISS_REASONS.member(reason) or MissReason.UNSEEN
-
-
-def _group_info_to_proto(info: GroupInfo) -> pool_pb2.GroupInfo:
-    misses = [
-        pool_pb2.MissCount(reason=miss_reason_to_proto(each.reason), lookups=each.lookups, tokens=each.tokens)
-        for each in info.misses
-    ]
-    return pool_pb2.GroupInfo(misses=misses, **field_values(GroupInfo, info, ["misses"]))
-
-
-def _group_info_from_proto(message: pool_pb2.GroupInfo) -> GroupInfo:
-    misses = [
-        MissCount(miss_reason_from_proto(each.reason), lookups=each.lookups, tokens=each.tokens)
-        for each in message.misses
-    ]
-    return GroupInfo(misses=tuple(misses), **field_values(GroupInfo, message, ["misses"]))
-
-
-def _rank_to_proto(info: RankInfo) -> pool_pb2.RankInfo:
-    return pool_pb2.RankInfo(
-        state=_RANK_STATES.number(info.state),
-        mapping_processes=mapping_processes_to_proto(info.mapping_processes),
-        **field_values(RankInfo, info, _RANK_FIELDS_CONVERTED),
-    )
-
-
-def _rank_from_proto(message: pool_pb2.RankInfo) -> RankInfo:
-    return RankInfo(
-        state=_RANK_STATES.member(message.state) or RankState.ABSENT,
-        mapping_processes=mapping_processes_from_proto(message.mapping_processes),
-        **field_values(RankInfo, message, _RANK_FIELDS_CONVERTED),
-    )

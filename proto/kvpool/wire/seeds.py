@@ -1,70 +1,36 @@
-"""Finds the primary of a shard from the addresses that a client knows. No I/O, no clock, no thread.
+"""Finds the primary from the addresses that a client knows. No I/O, no clock, no thread.
 
 1. A client calls one server, its target. It calls another address only after the target has refused a call with
    NOT_PRIMARY, or cannot be reached. A call that any server can answer also moves on if the target is UNAVAILABLE.
-2. Terms only rise: a client ignores a primary of a lower term than the highest known one. A shard that was removed and
-   created again begins with term 1. So the client forgets the known term when the directory names none of the known
-   members, and at the end of a round. It then knows the terms that the servers of this round have named.
+2. Terms only rise: a client ignores a primary of a lower term than the highest known one. Terms of new servers begin
+   with 1. So at the end of a round the client forgets the known term; it then knows the terms that the servers of this
+   round have named.
 3. In a round, a search calls each address once, and a bounded number of addresses. So servers that name each other end
    a round, and the caller waits before the next one.
 4. With one address that never answers NOT_PRIMARY, no error causes another call.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
-from typing import Final, Self
+from typing import Final
 
 from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
 
-OTHER_SHARD: Final = "OTHER_SHARD"
-"""Reason of the refusal to create a pool that belongs to another shard."""
 NO_PRIMARY: Final = "NO_PRIMARY"
 """Reason of the error of a round in which no server was the primary."""
 _MAX_LEARNED: Final = 16
-"""Most addresses that are kept of one primary, and of the members of a shard."""
+"""Most addresses that are kept of one primary, and of the members."""
 _MAX_HOPS: Final = 8
 """Most addresses that are asked in a round beyond the seeds and the members."""
 _UNREACHABLE: Final = frozenset(("UNAVAILABLE", "BROKEN", "ENDED", "STREAM_ENDED", "SILENT", "CANCELLED", "NO_ACCESS"))
 """Reasons of UnavailableError that no server sends."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShardAddress:
-    """The shard of a pool and its servers, as a server reports them.
-
-    Attributes:
-        shard: Name of the shard; empty for the pools of a server without a cluster.
-        addresses: Valid addresses of the shard's servers, at most 16: the server that answered, if it belongs to the
-            shard, then those of the primary; empty without a cluster.
-    """
-
-    shard: str = ""
-    addresses: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, shard: str, addresses: Sequence[str], asked: str = "") -> Self:
-        """Checks what a server reports.
-
-        Args:
-            shard: Name of the shard.
-            addresses: Addresses of its servers.
-            asked: Address of the server that answered, if it belongs to the shard: the client can reach this one.
-
-        Raises:
-            UnavailableError: The report has no valid address of the shard (NO_ADDRESS).
-        """
-        valid = valid_addresses([asked, *addresses] if asked else addresses) if shard else ()
-        if shard and not valid:
-            raise UnavailableError("NO_ADDRESS", f"no valid address of a server of shard {shard!r} is known now")
-        return cls(shard, valid)
-
-
 class AddressBook:
-    """The addresses of a shard's servers, and which of them a client calls. All searches of the client share it.
+    """The addresses of the servers, and which of them a client calls. All searches of the client share it.
 
     A caller with threads holds a lock around each method.
 
@@ -101,17 +67,6 @@ class AddressBook:
         self._collect()
         return found
 
-    def learn_members(self, addresses: Sequence[str]) -> None:
-        """Replaces the known members by the shard's servers in the directory.
-
-        If none of the known members is among them, all servers were replaced: the first new one becomes the target.
-        """
-        found = valid_addresses(addresses)
-        if found and self.members and not set(found) & set(self.members):
-            self.term, self._primary, self._standbys = 0, (), None
-            self.target = found[0]
-        self._replace_members(found)
-
     def report(self, term: int, addresses: Sequence[str], standbys: Sequence[str] | None = None) -> None:
         """Handles a report of an observed server. A primary of a higher term becomes the target.
 
@@ -126,7 +81,8 @@ class AddressBook:
             return
         is_newer = 0 < self.term < term
         if standbys is not None:
-            self._replace_members(valid_addresses((*addresses, *standbys)))
+            self.members = valid_addresses((*addresses, *standbys)) or self.members
+            self._collect()
             self._standbys = valid_addresses(standbys)
         found = self.learn(term, addresses)
         if found and is_newer and self.target not in found:
@@ -140,10 +96,6 @@ class AddressBook:
             term: The highest term of a primary that a server has named in the round; 0 if none has.
         """
         self.target, self.term = target, min(self.term, term)
-
-    def _replace_members(self, found: tuple[str, ...]) -> None:
-        self.members = found or self.members
-        self._collect()
 
     def _collect(self) -> None:
         self.candidates = tuple(dict.fromkeys((*self.members, *self.seeds, *self._primary)))

@@ -109,7 +109,7 @@ class SessionEnd:
     Attributes:
         pool_name: Its pool.
         epoch: The pool's epoch before the end.
-        session_id: The id that it was opened with.
+        session_id: Its id.
         session_number: Its number.
         client_name: Name of its scheduler.
         num_requests: Number of its requests.
@@ -236,7 +236,6 @@ class OpenSession(Command[SessionOpened]):
     Raises:
         InvalidArgumentError: The client's name, the key, the memory, the weights version or the quota is out of range,
             or the key was used with other arguments.
-        AbortedError: The session that the key opened was resumed by another process.
         NotFoundError: The pool does not exist.
         UnavailableError: The pool is drained or suspended, or another memory is in use.
         ExhaustedError: The quota's minimum cannot be guaranteed now, or the process has too little memory.
@@ -257,37 +256,12 @@ class OpenSession(Command[SessionOpened]):
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeSession(Command[SessionId]):
-    """Moves a session to another process, with a new id and number. Renews the lease.
-
-    O(requests and pending blocks of the session). Blocks published before count as shared hits afterwards.
-
-    Attributes:
-        session_id: Any id that the session has had.
-        sequence: A change whose result the process has received; 0 for none.
-        resume_key: Random key of the caller, so that it can retry the call; empty to always resume again.
-
-    Returns:
-        The session's new id.
-
-    Raises:
-        InvalidArgumentError: The sequence is newer than the session's last change, or the key is too long.
-        NotFoundError: No session ever had this id.
-        AbortedError: The session has ended, or was later resumed with another key.
-    """
-
-    session_id: str
-    sequence: int
-    resume_key: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class KeepAlive(Command[None]):
     """Renews the lease of a session. Leases start again with each process, so this is not recorded.
 
     Raises:
         NotFoundError: No session ever had this id.
-        AbortedError: The session has ended, or another process resumed it.
+        AbortedError: The session has ended.
     """
 
     recorded: ClassVar[bool] = False
@@ -323,7 +297,7 @@ class ApplyStep(Command[StepResult]):
     Raises:
         InvalidArgumentError: A field is malformed or out of range.
         NotFoundError: A request is unknown, or no session ever had this id.
-        AbortedError: The session has ended, or another process resumed it.
+        AbortedError: The session has ended.
         WrongStateError: The step is out of sequence, or a request is not in the state for it.
         UnavailableError: The pool is suspended.
         ExhaustedError: The process has too little memory.
@@ -341,7 +315,7 @@ class MarkExecuted(Command[None]):
     Raises:
         InvalidArgumentError: The change was not sent yet.
         NotFoundError: No session ever had this id.
-        AbortedError: The session has ended, or another process resumed it.
+        AbortedError: The session has ended.
     """
 
     session_id: str
@@ -357,7 +331,7 @@ class SetWeightsVersion(Command[bool]):
     yet, begins with the new version.
 
     Attributes:
-        session_id: Any id that the session has had.
+        session_id: The session.
         weights_version: The version, an opaque value of at most 256 bytes.
         set_key: Random key of the caller, so that it can retry the call; empty to always set the version.
 
@@ -386,7 +360,7 @@ class FreePart(Command[int]):
 
     Raises:
         NotFoundError: No session ever had this id.
-        AbortedError: The session has ended, or another process resumed it.
+        AbortedError: The session has ended.
     """
 
     session_id: str
@@ -407,7 +381,7 @@ class SessionClosed:
 
 @dataclass(frozen=True, slots=True)
 class CloseSession(Command[SessionClosed]):
-    """Frees a session's requests and ends it. A session that was closed with this id is not closed again.
+    """Frees a session's requests and ends it. A session that was closed is not closed again.
 
     Attributes:
         session_id: The session.
@@ -435,7 +409,7 @@ class EndSession(Command[SessionEnd]):
     """Ends an open session without its scheduler; its blocks are freed at once or after a quarantine.
 
     Attributes:
-        session_id: The id that the session was opened with.
+        session_id: The session.
         reason: Why it is ended.
         quarantine_seconds: Duration of the quarantine in pools where not all ranks answer fences; 0 to free at once.
     """

@@ -25,16 +25,16 @@ def packed_token_ids(token_ids: Iterable[int]) -> "array[int]":
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """A run of consecutive full blocks of one request was cached.
+    """A run of consecutive hash blocks of one request was cached, in full blocks or up to the end of a prefix.
 
     Attributes:
-        block_hashes: Hashes of the blocks.
-        parent_block_hash: Hash of the block before the first one; None if there is none.
-        token_ids: Token ids of the blocks, block_size per block. Stored as 4 bytes each, because many are kept.
-        block_size: Tokens per block, over all ranks of context parallelism.
+        block_hashes: Hashes of the hash blocks.
+        parent_block_hash: Hash of the hash block before the first one; None if there is none.
+        token_ids: Token ids of the hash blocks, block_size each. Stored as 4 bytes each, because many are kept.
+        block_size: Tokens per hash block, over all ranks of context parallelism.
         lora_name: LoRA of the request; None if there is none.
         group_id: Group of the blocks.
-        lookahead_token_ids: The tokens after each block that its hash covers: see `HashScheme.num_lookahead_tokens`.
+        lookahead_token_ids: The tokens after each of them that its hash covers: see `HashScheme.num_lookahead_tokens`.
     """
 
     block_hashes: tuple[BlockHash, ...]
@@ -59,10 +59,10 @@ class BlockStored:
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A cached block was evicted. Another copy with the same hash can remain.
+    """A cached block was evicted, by one of its hashes. Another copy with the same hash can remain.
 
     Attributes:
-        block_hash: Hash of the block.
+        block_hash: The hash.
         group_id: Group of the block.
         copies_left: Number of blocks in the group that still have this hash.
     """

@@ -3,7 +3,8 @@
 1. A snapshot consists of plain values: numbers, strings, bytes, enums, containers and dataclasses of these. Long parts
    are columns.
 2. At its moment, nothing is copied per block: fresh memory for a million entries can take 20 ms. Lists that only grow
-   are referred to with their length. Of other lists, an item is copied before it changes (`ColumnCopy`).
+   are referred to with their length. Of other lists, an item is copied before it changes (`ColumnCopy`), and so is
+   a request (`RequestsCopy`).
    Copies of whole columns take 1 ms per million small ints and 11 ms for hashes, and up to 50 ms in fresh memory.
 3. A field that follows from others, or that belongs to the process, is left out, see `left_out`.
 """

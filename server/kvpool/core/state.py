@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import inf
 from typing import Final, TypeVar, assert_never
 
 from kvpool.core import commands
@@ -23,9 +24,8 @@ from kvpool.core.memory_probe import process_memory
 from kvpool.core.pools.memory_identity import check_memory_id, is_replaced, needs_new_epoch
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
-from kvpool.core.pools.snapshots import StateSnapshot, pool_snapshot, restored_pool
+from kvpool.core.pools.snapshots import StateSnapshot, end_pool_snapshot, pool_snapshot, restored_pool
 from kvpool.core.sessions.session import Session, check_key, check_weights_version, is_newest_key, with_key
-from kvpool.core.sessions.session_ends import ended_error
 from kvpool.core.snapshots import Column
 from kvpool.core.specs.longest_request import check_longest_request
 from kvpool.core.specs.pool_config import PoolConfig
@@ -43,6 +43,8 @@ class State:
 
     Args:
         new_block_lifetimes: Creates the sampler of block lifetimes for a new pool; may return None.
+        sample_key: Key of the sample of each `HitCurve`, unknown to clients. Only statistics depend on it, so each
+            process draws its own.
 
     Attributes:
         pools: The pools. Callers only read them.
@@ -50,8 +52,11 @@ class State:
         lost_may_run: Whether a last step of sessions whose state was lost may still run.
     """
 
-    def __init__(self, new_block_lifetimes: Callable[[], BlockLifetimes | None] = lambda: None) -> None:
+    def __init__(
+        self, new_block_lifetimes: Callable[[], BlockLifetimes | None] = lambda: None, sample_key: bytes = b""
+    ) -> None:
         self.new_block_lifetimes = new_block_lifetimes
+        self._sample_key = sample_key
         self.pools = PoolRegistry()
         self.sessions = SessionRegistry()
         self.lost_may_run = False
@@ -74,13 +79,13 @@ class State:
         return result
 
     def find_session(self, pool_name: str, number: int) -> tuple[KVCacheManager, Session]:
-        """Finds a session by its number. O(sessions).
+        """Finds a session by its number.
 
         Raises:
             NotFoundError: The pool does not exist, or has no session of this number.
         """
         pool = self.pools.get(pool_name)
-        session = next((session for session in pool.sessions.values() if session.session_number == number), None)
+        session = pool.sessions.get(SessionNumber(number))
         if session is None:
             message = f"pool {pool_name!r} has no session {number}"
             raise NotFoundError("SESSION_NOT_FOUND", message, field="session_number")
@@ -95,7 +100,7 @@ class State:
 
     @contextmanager
     def snapshot(self) -> Iterator[StateSnapshot]:
-        """The state at this moment, which can be read until the context ends. O(sessions + requests).
+        """The state at this moment, which can be read until the context ends. O(sessions).
 
         Raises:
             RuntimeError: Another snapshot has not ended.
@@ -119,7 +124,7 @@ class State:
         finally:
             self._is_read = False
             for pool in self.pools:
-                pool.blocks.end_snapshot()
+                end_pool_snapshot(pool)
 
     def restore(self, snapshot: StateSnapshot) -> None:
         """Makes a new state as it was. If it raises, drop the state.
@@ -130,7 +135,7 @@ class State:
             LookupError: As ValueError.
         """
         for each in snapshot.pools:
-            self.pools.add(restored_pool(each, self.new_block_lifetimes()))
+            self.pools.add(restored_pool(each, self.new_block_lifetimes(), self._sample_key))
         self.pools.rank_groups = dict(snapshot.rank_groups.values)
         self.pools.past_epoch = snapshot.past_epoch
         self.pools.drain_state.is_server_drained = snapshot.is_server_drained
@@ -138,7 +143,7 @@ class State:
         self.sessions.restore(self.pools, snapshot.keyed_sessions)
         self.sessions.last_number = SessionNumber(snapshot.last_session_number)
         for end in snapshot.ends.values:
-            self.sessions.ends.remember(end.last_id, end.reason, end.num_freed_requests)
+            self.sessions.ends.remember(end.session_id, end.reason, end.num_freed_requests)
         self.sessions.ends.is_incomplete = snapshot.is_incomplete
         self.lost_may_run = snapshot.lost_may_run
 
@@ -195,15 +200,14 @@ class State:
 
     def _add_pool(self, config: PoolConfig, epoch: int, owner: str) -> None:
         with _memory_errors_refused():
-            pool = KVCacheManager(config, epoch, self.new_block_lifetimes(), owner)
+            pool = KVCacheManager(config, epoch, self.new_block_lifetimes(), owner, self._sample_key)
         self.pools.add(pool)
 
     @handles(commands.RemovePool)
     def _remove_pool(self, command: commands.RemovePool, _: float) -> None:
         pool = self.pools.get(command.pool_name)
         if pool.sessions:
-            numbers = [session.session_number for session in pool.sessions.values()]
-            message = f"sessions are open: {list_numbers(numbers)}"
+            message = f"sessions are open: {list_numbers(list(pool.sessions))}"
             raise WrongStateError("POOL_IN_USE", message, field="pool_name")
         if pool.quarantine:
             message = f"blocks of sessions that ended are in quarantine: {list_numbers(pool.quarantine.numbers)}"
@@ -244,8 +248,7 @@ class State:
         ends = tuple(end_of(pool, session) for session in pool.sessions.values())
         with _memory_errors_refused():
             pool.begin_epoch(pool.config, command.epoch)
-        for end in ends:
-            self.sessions.remove(end.session_id, "EPOCH_PASSED")
+        self.sessions.remove_all(pool, "EPOCH_PASSED")
         pool.activity.epoch_ends += len(ends)
         pool.is_suspended = True
         return ends
@@ -269,15 +272,16 @@ class State:
             if starts_epoch:
                 pool.begin_epoch(pool.config, pool.epoch + 1)
         pool.memory_id = command.memory_id  # nothing is refused after this
+        session_number = self.sessions.last_number = SessionNumber(self.sessions.last_number + 1)
         session = Session(
             command.session_id,
-            self._next_number(),
+            session_number,
             command.client_name,
             command.lease_seconds,
             now_seconds,
             command.open_key,
             _open_arguments(command),
-            pool.quotas.open(command.quota),
+            pool.quotas.open(command.quota, session_number),
             owner=command.owner,
             salt=command.salt,
             namespace=command.namespace,
@@ -295,33 +299,9 @@ class State:
         if session.open_arguments != _open_arguments(command):
             message = "already opened a session with other arguments"
             raise InvalidArgumentError("open_key", message, reason="OPEN_KEY_REUSED")
-        if session.current_id != session.session_id:
-            raise ended_error("SESSION_RESUMED")
         self.pools.get(command.pool_name).activity.retries += 1
         session.last_seen_seconds = now_seconds
         return session.session_id
-
-    def _next_number(self) -> SessionNumber:
-        self.sessions.last_number = SessionNumber(self.sessions.last_number + 1)
-        return self.sessions.last_number
-
-    @handles(commands.ResumeSession)
-    def _resume_session(self, command: commands.ResumeSession, now_seconds: float) -> SessionId:
-        pool, session = self.sessions.find_live(command.session_id, now_seconds)
-        check_range("sequence", command.sequence, 0, session.sequence)
-        check_key("resume_key", command.resume_key)
-        is_newest = is_newest_key(session.resume_keys, command.resume_key)
-        if is_newest is False:
-            raise ended_error("SESSION_RESUMED")
-        if is_newest:
-            pool.activity.retries += 1
-        else:
-            session.resume(command.resume_key, self._next_number())
-            pool.release_copies(session, session.sequence)  # those of a step that may not run are evicted
-            pool.renumber_session(session.former_numbers[-1], session.session_number)
-            self.sessions.move_to_end(pool, session)
-        session.last_seen_seconds = now_seconds
-        return session.current_id
 
     @handles(commands.KeepAlive)
     def _keep_alive(self, command: commands.KeepAlive, now_seconds: float) -> None:
@@ -385,10 +365,10 @@ class State:
         if count is not None:
             return commands.SessionClosed(count)
         pool, session = self.sessions.find(command.session_id, now_seconds)
-        num_freed_requests = command.num_freed_requests + len(session.requests)
-        end = self.sessions.remove(session.session_id, "SESSION_CLOSED", num_freed_requests)
-        pool.activity.sessions_closed += 1
+        num_freed_requests, end = command.num_freed_requests + len(session.requests), end_of(pool, session)
         end_session.end_session(pool, session)
+        self.sessions.remove(session.session_id, "SESSION_CLOSED", num_freed_requests)
+        pool.activity.sessions_closed += 1
         return commands.SessionClosed(num_freed_requests, end)
 
     @handles(commands.EndSession)
@@ -403,8 +383,9 @@ class State:
                 pool.activity.processes_gone += 1
             case _:
                 assert_never(command.reason)
-        end = self.sessions.remove(session.session_id, command.reason.name)
+        end = end_of(pool, session)
         end_session.quarantine_session(pool, session, now_seconds, command.quarantine_seconds)
+        self.sessions.remove(session.session_id, command.reason.name)
         return replace(end, is_quarantined=pool.quarantine.find(session.session_number) is not None)
 
     @handles(commands.EndQuarantine)
@@ -430,6 +411,7 @@ class State:
         for _, session in self.sessions:
             session.open_streams = 0
             session.last_seen_seconds = now_seconds
+            session.waits_since_seconds = now_seconds if session.waits_since_seconds < inf else inf
         for pool in self.pools:
             pool.quarantine.restart_waits(now_seconds)
 

@@ -26,8 +26,7 @@ class PrefixCacheStats:
         preempted_queries_tokens: Tokens that those look-ups queried.
         preempted_hits_tokens: Tokens that those look-ups found.
         resets: Resets of the prefix cache.
-        shared_hits_tokens: Tokens found, by all look-ups, in blocks that another session filled, or the same session
-            before it was resumed.
+        shared_hits_tokens: Tokens found, by all look-ups, in blocks that another session filled.
     """
 
     requests: int = 0

@@ -1,11 +1,10 @@
 """Starts and stops a server: its services, addresses and background tasks."""
 
 import asyncio
-import gc
 import logging
 import random
+import secrets
 import signal
-import time
 from collections.abc import Callable, Coroutine
 from enum import Enum
 from functools import partial
@@ -22,25 +21,23 @@ from kvpool.core.memory_probe import process_memory
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
-from kvpool.server.cluster.directory_cache import DirectoryCache
-from kvpool.server.cluster.pool_claims import Placement, PoolClaims
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM, ShardMember
-from kvpool.server.cluster.token_claims import TokenClaims
 from kvpool.server.config import MetricsConfig, ServerConfig
+from kvpool.server.crash import crash
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.guard.guard import Guard
 from kvpool.server.guard.primary_check import PrimaryCheck
 from kvpool.server.guard.token_check import TokenCheck
 from kvpool.server.journal.journal import Journal
 from kvpool.server.limits.connections import max_connections, raise_file_limit
-from kvpool.server.limits.freed_memory import keep_freed_memory, return_freed_memory
+from kvpool.server.limits.freed_memory import collect_old_garbage_rarely, keep_freed_memory, return_freed_memory
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.services.admin_service import AdminService
 from kvpool.server.services.allocator_service import AllocatorService
 from kvpool.server.services.clock import ServerClock
 from kvpool.server.services.components import Components
-from kvpool.server.services.deadlines import watch_deadlines
+from kvpool.server.services.deadlines import watch_deadlines, watch_integrity
 from kvpool.server.services.directory_service import DirectoryService
 from kvpool.server.services.event_service import EventService
 from kvpool.server.services.standard_service import Health, Reflection
@@ -100,13 +97,11 @@ class Server:
 
     def __init__(self, config: ServerConfig, faults: FaultPoints = NO_FAULTS) -> None:
         self._config = config
-        sockets = config.events.num_sockets(config.max_pools)
-        connections = max_connections(config.limits.max_connections, config.addresses, sockets)
+        connections = max_connections(config.limits.max_connections, config.addresses)
         self._metrics: HttpServer | None = None
-        block_lifetimes = _block_lifetimes(config.metrics)
-        self._view = DirectoryCache()
-        self._journal = _journal(config, block_lifetimes, faults)
-        state = self._journal.state if self._journal else State(block_lifetimes)
+        new_state = partial(State, _block_lifetimes(config.metrics), secrets.token_bytes(16))
+        self._journal = _journal(config, new_state, faults)
+        state = self._journal.state if self._journal else new_state()
         clock = ServerClock()
         try:
             authorities = config.cluster.replication_tls_ca
@@ -120,25 +115,18 @@ class Server:
         if config.cluster.url and self._journal:
             from kvpool.server.shard_setup import make_member  # noqa: PLC0415 - others need no etcd
 
-            replicated = ReplicatedState(self._journal, partial(State, block_lifetimes), clock)
+            replicated = ReplicatedState(self._journal, new_state, clock)
             self.shard = make_member(config, replicated, self, certificates=self._certificates, tokens=self._tokens)
         recorder = self.shard.recorder if self.shard else self._journal
         parts = self.components = Components(config, state, recorder, faults, clock)
-        self._claims: PoolClaims | None = None
         if self.shard:
-            placement = Placement(self.shard.shard, config.max_pools, random.randrange)
-            token_claims = TokenClaims(config.limits, parts.pools.names, time.monotonic)
-            self._claims = PoolClaims(self.shard, self._view, parts.pools.names, placement, token_claims)
-            parts.pools.claim = self._claims.claim
             parts.ranks.is_answering = self.shard.gate.is_confirming
-            if parts.publishers:
-                parts.publishers.confirmed = self.shard.confirmed
         self._health = Health()
         tokens, seen = self._tokens, Observations()
         self._token_check = (
             TokenCheck(tokens, state, parts.calls, config.limits.max_token_calls, seen) if tokens else None
         )
-        primary = PrimaryCheck(self.shard.shard, self.shard.gate, self.shard.refusal) if self.shard else None
+        primary = PrimaryCheck(self.shard.gate, self.shard.refusal) if self.shard else None
         self._server = grpc.aio.server(
             interceptors=[Guard(config.limits, seen, self._token_check, primary, parts.tracer)],
             options=server_channel_options(
@@ -147,6 +135,7 @@ class Server:
             maximum_concurrent_rpcs=config.limits.max_calls,
         )
         self._tasks: list[asyncio.Task[None]] = []
+        admin = AdminService(parts, self.shard)
         self._status = Status(
             parts,
             seen,
@@ -154,15 +143,14 @@ class Server:
             certificates=self._certificates,
             journal=self._journal,
             shard=self.shard,
-            claims=self._claims,
-            view=self._view,
+            server_info=admin.server_info,
         )
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(AdminService(parts, self.shard, self._view), self._server)
+        admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
         worker_pb2_grpc.add_WorkerServiceServicer_to_server(WorkerService(parts), self._server)
-        directory = DirectoryService(parts, self.shard, self._view, self._claims, config.addresses)
+        directory = DirectoryService(parts, self.shard, config.addresses)
         directory_pb2_grpc.add_DirectoryServiceServicer_to_server(directory, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -178,12 +166,9 @@ class Server:
             OSError: An address cannot be bound.
         """
         addresses = [self._bind(address) for address in self._config.addresses]
-        parts = self.components
-        if parts.publishers:
-            parts.publishers.start()
         if self._journal and not self.shard:
             self._journal.begin()
-            parts.restore()
+            self.components.restore()
         if self.shard:
             await self.shard.replicator.listen()
         if self._config.metrics.address:
@@ -201,17 +186,16 @@ class Server:
         else:
             await self._serve()
         self._status.is_started = True
-        _log.info("server listening", extra={"addresses": addresses})
+        _log.info("server listening", extra={"addresses": addresses, "journal": self._config.journal.folder or "none"})
         return addresses
 
     async def _join(self, shard: ShardMember) -> None:
-        """Joins the shard. Until the server is the primary, it serves only what any server of a cluster answers."""
+        """Joins the shard. Until the server is the primary, it serves only what any server of the shard answers."""
         for name in _SERVICES:
             await self._health.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
         for name in ("", _DIRECTORY):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         shard.start()
-        self._run(self._view.follow(shard.directory), "follow_directory")
 
     async def _serve(self) -> None:
         """Begins to serve the pools and sessions of the state."""
@@ -220,15 +204,14 @@ class Server:
         if max_bytes:
             self._run(return_freed_memory(max_bytes), "return_freed_memory")
         self._run(watch_deadlines(parts), "watch_deadlines")
+        self._run(watch_integrity(parts), "watch_integrity")
         self._run(parts.ranks.send_fences(), "send_fences")
-        if self._claims:
-            self._run(self._claims.run(), "compare_claims")
         for name in ("", *_SERVICES):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     def _run(self, coroutine: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(coroutine, name=name)
-        task.add_done_callback(_log_end)
+        task.add_done_callback(_crash_after_bug)
         self._tasks.append(task)
 
     def become_primary(self, term: int, *, is_state_lost: bool) -> None:
@@ -286,11 +269,9 @@ class Server:
         _log.info("drain ended", extra={"seconds": round(parts.clock.now_seconds() - start_seconds, 3)})
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # _log_end() has logged errors
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._metrics:  # a scrape in progress waits for the loop, so the loop must keep running
             await asyncio.to_thread(self._metrics.stop)
-        if parts.publishers:
-            await parts.publishers.stop()
         if self.shard:
             await self.shard.stop()
         if self._journal:
@@ -359,8 +340,7 @@ async def serve(
     for number in numbers:
         loop.add_signal_handler(number, server.components.shutdown.on_signal, config.drain_seconds)
     addresses = await server.start()
-    gc.collect()
-    gc.freeze()  # what exists now stays, see `Executor.open_log`
+    collect_old_garbage_rarely()
     if ready:
         ready(addresses)
     if await server.run_until_over() is Exit.RESTART:
@@ -371,12 +351,10 @@ async def serve(
     return Exit.STOP
 
 
-def _journal(
-    config: ServerConfig, block_lifetimes: Callable[[], BlockLifetimes | None], faults: FaultPoints
-) -> Journal | None:
+def _journal(config: ServerConfig, new_state: Callable[[], State], faults: FaultPoints) -> Journal | None:
     if not config.journal.folder:
         return None
-    return Journal(config.journal, partial(State, block_lifetimes), faults=faults, past_epoch=config.past_epoch)
+    return Journal(config.journal, new_state, faults=faults, past_epoch=config.past_epoch)
 
 
 def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | None]:
@@ -385,7 +363,9 @@ def _block_lifetimes(config: MetricsConfig) -> Callable[[], BlockLifetimes | Non
     return partial(BlockLifetimes, max(round(1 / config.block_sample_rate), 1), random.randrange)
 
 
-def _log_end(task: asyncio.Task[None]) -> None:
-    """Logs a bug that ended a background task, without which leases never expire and silent ranks go unnoticed."""
+def _crash_after_bug(task: asyncio.Task[None]) -> None:
+    """Ends the process if a bug has ended a background task, without which leases never expire, for example."""
     if not task.cancelled() and (error := task.exception()):
-        _log.critical("bug: restart the server", extra={"method": task.get_name()}, exc_info=error)
+        extra = {"method": task.get_name()}
+        _log.critical("bug: a task of the server failed, the server exits", extra=extra, exc_info=error)
+        crash()

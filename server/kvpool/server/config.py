@@ -10,7 +10,6 @@ from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.events.config import EventsConfig
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import DEFAULT_LIMITS, Limits
 from kvpool.wire.address import DEFAULT_ADDRESS, check_address, host_and_port, refuse_plaintext
@@ -97,7 +96,6 @@ class ServerConfig:
         metrics: Prometheus metrics.
         tracing: Spans of admissions and slow calls.
         limits: Limits on clients.
-        events: Publishing of block events over ZeroMQ, in addition to `EventService.Watch`.
         past_epoch: Newest epoch that an earlier server may have used, if there is no journal. The first epoch of each
             pool is higher.
         leases: Bounds of the sessions' leases.
@@ -118,7 +116,6 @@ class ServerConfig:
     metrics: MetricsConfig = MetricsConfig()
     tracing: TracingConfig = TracingConfig()
     limits: Limits = DEFAULT_LIMITS
-    events: EventsConfig = EventsConfig()  # noqa: RUF009 - frozen
     past_epoch: int = 0
     leases: LeaseBounds = LeaseBounds()  # noqa: RUF009 - frozen
     journal: JournalConfig = JournalConfig()  # noqa: RUF009 - frozen
@@ -144,8 +141,6 @@ class ServerConfig:
     def _refuse_plaintext(self) -> None:
         endpoints = [
             ("metrics_listen", "metrics", self.metrics.address),
-            ("events_endpoint", "events", self.events.endpoint),
-            ("events_replay_endpoint", "events", self.events.replay_endpoint),
             ("replication_listen", "replication", "" if self.auth.tls_cert else self.cluster.replication_listen),
             *(("listen", "grpc", address) for address in self.addresses if not self.auth.tls_cert),
         ]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from kvpool.core.memory_probe import process_memory, reserve_bytes, resident_bytes
-from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.metrics.observations import JournalCounts
 from kvpool.server.services.components import Components
+from kvpool.v1.pool_pb2 import PoolInfo
 from kvpool.wire.control_groups import memory_limits_bytes
 
 

@@ -27,14 +27,13 @@ def _checks(config: ServerConfig) -> Iterator[Callable[[], object]]:
         tokens = auth.tokens
         yield lambda: read_tokens(tokens)
     if folder:
-        yield lambda: _check_folder(Path(folder))
+        yield lambda: check_folder(Path(folder))
     if config.cluster.url:
         from kvpool.server.shard_setup import own_member  # noqa: PLC0415 - others need no etcd
 
         yield lambda: own_member(config)
     raise_file_limit()
-    sockets = config.events.num_sockets(config.max_pools)
-    yield lambda: max_connections(limits.max_connections, config.addresses, sockets)
+    yield lambda: max_connections(limits.max_connections, config.addresses)
 
 
 def _failure(check: Callable[[], object]) -> ValueError | OSError | None:
@@ -45,10 +44,10 @@ def _failure(check: Callable[[], object]) -> ValueError | OSError | None:
     return None
 
 
-def _check_folder(folder: Path) -> None:
-    """Raises ValueError unless the folder, or the nearest folder above in which it is made, can be written."""
+def check_folder(folder: Path) -> None:
+    """Raises ValueError unless a journal's folder, or the nearest one above in which it is made, can be written."""
     existing = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not existing.is_dir():
-        raise ValueError(f"journal: {existing}: is not a folder")
+        raise ValueError(f"journal: {existing}: is not a folder; no_journal serves without one")
     if not os.access(existing, os.R_OK | os.W_OK | os.X_OK):
-        raise ValueError(f"journal: {existing}: cannot be read and written by this user")
+        raise ValueError(f"journal: {existing}: cannot be read and written by this user; no_journal serves without one")

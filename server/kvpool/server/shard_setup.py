@@ -72,7 +72,7 @@ def own_member(config: ServerConfig) -> Member:
         _check_reachable(name, address)
     if not addresses:
         raise ValueError("advertise: clients need a TCP address of this server")
-    member = Member(new_member_id(), addresses, replication_address, cluster.zone)
+    member = Member(new_member_id(), addresses, replication_address)
     try:
         check_member(member)
     except InvalidArgumentError as error:

@@ -2,14 +2,11 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 from kvpool.core.ids import PoolName
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
-from kvpool.server.cluster.directory_cache import DirectoryCache
-from kvpool.server.cluster.pool_claims import PoolClaims
 from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.http.collector import StatusCollector
@@ -21,6 +18,7 @@ from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
 from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, awaited_from, on_loop, sampler
 from kvpool.server.services.components import Components
+from kvpool.v1.admin_pb2 import ServerInfo
 from kvpool.wire.address import host_and_port
 from kvpool.wire.http_server import HttpServer
 from kvpool.wire.metrics_pages import MetricsPages, Readiness
@@ -38,8 +36,7 @@ class Status:
         certificates: The server's certificates; None without TLS.
         journal: The journal; None without one.
         shard: The server's shard; None without a cluster.
-        claims: The pools of the shard; None without a cluster.
-        view: What the server knows of its cluster.
+        server_info: Describes the server.
 
     Attributes:
         is_started: Whether the server listens.
@@ -54,8 +51,7 @@ class Status:
         certificates: Certificates | None,
         journal: Journal | None,
         shard: ShardMember | None,
-        claims: PoolClaims | None,
-        view: DirectoryCache,
+        server_info: Callable[[], ServerInfo],
     ) -> None:
         self.is_started = False
         self._parts = parts
@@ -64,8 +60,7 @@ class Status:
         self._certificates = certificates
         self._journal = journal
         self._shard = shard
-        self._claims = claims
-        self._collector = StatusCollector(parts, shard, view, self.readiness)
+        self._collector = StatusCollector(parts, shard, self.readiness, server_info)
 
     def serve(self) -> HttpServer:
         """Serves it at the configured address.
@@ -125,11 +120,9 @@ class Status:
     def _sample_pool(self, name: PoolName) -> PoolSample:
         parts = self._parts
         pool = parts.state.pools.get(name) if name in parts.state.pools else None
-        publisher = parts.publishers.by_pool.get(name) if parts.publishers else None
         return PoolSample(
-            parts.pools.describe(name),
+            parts.pools.figures(name, max_processes=0),
             copy_histograms(pool.block_lifetimes if pool else None, self._observations.steps.get(name)),
-            replace(publisher.counts) if publisher else None,
             pool.hit_curve.changed_tokens if pool and pool.hit_curve else {},
         )
 
@@ -142,4 +135,4 @@ class Status:
         return self._shard is not None and self._shard.refusal() is not None
 
     def _sample_cluster(self) -> ShardSample | None:
-        return sample_shard(self._shard, len(self._claims.conflicts)) if self._shard and self._claims else None
+        return sample_shard(self._shard) if self._shard else None

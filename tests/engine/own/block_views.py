@@ -15,7 +15,7 @@ from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockHash
 from kvpool.core.specs.kinds import CrossAttentionSpec
-from kvpool.core.views.inspection import BlockInfo
+from kvpool.v1.admin_pb2 import BlockInfo
 
 
 class BlockView:
@@ -43,7 +43,11 @@ class BlockView:
     @property
     def block_hash(self) -> Any:
         info = self._pool.infos().get(self.block_id)
-        return make_block_hash_with_group_id(info.block_hash, info.group_id) if info and info.block_hash else None
+        return (
+            make_block_hash_with_group_id(BlockHash(info.block_hash), info.group_id)
+            if info and info.block_hash
+            else None
+        )
 
     _block_hash = block_hash
 
@@ -51,7 +55,7 @@ class BlockView:
     def block_hash_num_tokens(self) -> int | None:
         """Length of the prefix that the block's hash stands for, if a request of the engine has it."""
         info = self._pool.infos().get(self.block_id)
-        return self._pool.prefix_tokens(info.block_hash) if info and info.block_hash else None
+        return self._pool.prefix_tokens(BlockHash(info.block_hash)) if info and info.block_hash else None
 
 
 class BlockPoolView:
@@ -62,6 +66,7 @@ class BlockPoolView:
         self._infos: Mapping[int, BlockInfo] = {}
         self._sequence = -1
         self.num_gpu_blocks = manager.session.config.num_blocks
+        self.hash_block_size = manager.session.config.hash_block_size
         self.free_block_queue = self
         self.free_blocks = manager.block_pool.free_blocks
         self.blocks: Final = [BlockView(self, block_id) for block_id in range(self.num_gpu_blocks)]
@@ -192,3 +197,11 @@ def show_blocks(manager: Any) -> None:
     manager.coordinator.single_type_managers = [
         kind(manager, manager.block_pool, group_id) for group_id, kind in enumerate(kinds)
     ]
+    get_blocks, look_up = manager.get_blocks, manager.get_computed_blocks
+
+    def look_up_shown(request: Any, max_cache_hit_length: None = None) -> tuple[Any, ...]:
+        blocks, *rest = look_up(request, max_cache_hit_length)
+        return ShownBlocks(blocks, manager.block_pool), *rest
+
+    manager.get_blocks = lambda request_id: ShownBlocks(get_blocks(request_id), manager.block_pool)
+    manager.get_computed_blocks = look_up_shown

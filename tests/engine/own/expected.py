@@ -1,7 +1,10 @@
-"""Which of vLLM's own tests run, and which of them are expected to fail, each with a reason: own_tests.toml."""
+"""Which of vLLM's own tests run, and which of them are expected to fail, each with a reason: own_tests.toml.
+
+What the file says of one version of vLLM names the version; everything else is said of all versions.
+"""
 
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
@@ -26,16 +29,16 @@ class OwnTests:
     fails_on_kvpool: Mapping[str, str] = field(repr=False)
 
     @classmethod
-    def read(cls, path: Path = _PATH) -> Self:
-        """Reads the file.
+    def read(cls, version: str, path: Path = _PATH) -> Self:
+        """Reads what the file says of a version of vLLM.
 
         Raises:
             ValueError: A test is listed twice, or is not one of a listed file.
         """
         document = tomllib.loads(path.read_text())
-        files = tuple(document["files"])
-        alone = _by_test(document["fails_alone"], files)
-        on_kvpool = _by_test(document["fails_on_kvpool"], files)
+        files = tuple(file for group in _of(version, document["files"]) for file in group["files"])
+        alone = _by_test(_of(version, document["fails_alone"]), files)
+        on_kvpool = _by_test(_of(version, document["fails_on_kvpool"]), files)
         if twice := alone.keys() & on_kvpool.keys():
             raise ValueError(f"listed for vLLM alone and for kvpool: {', '.join(sorted(twice))}")
         return cls(files, tuple(document["in_change"]), alone, on_kvpool)
@@ -54,7 +57,11 @@ class OwnTests:
         return [name for name in listed if _file(name) in files and name not in known]
 
 
-def _by_test(groups: list[dict[str, Any]], files: tuple[str, ...]) -> dict[str, str]:
+def _of(version: str, groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    return (group for group in groups if version.startswith(group.get("version", "")))
+
+
+def _by_test(groups: Iterable[dict[str, Any]], files: tuple[str, ...]) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for group in groups:
         for test in group["tests"]:

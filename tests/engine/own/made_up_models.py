@@ -1,8 +1,8 @@
 """Models under the names that vLLM's tests give, so that none comes from the network.
 
-Tests of schedulers read little of a model, and all are one small text model: a configuration and a tokenizer. Tests run
-where the names are folders, which vLLM prefers to the network. Models that take images would need torchvision:
-`EncoderBudget` is all that a scheduler reads of them.
+Tests of schedulers read little of a model: a configuration and a tokenizer. All are one small text model, but for one
+that predicts tokens. Tests run where the names are folders, which vLLM prefers to the network. Models that take images
+would need torchvision: `EncoderBudget` is all that a scheduler reads of them.
 """
 
 import json
@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from vllm.multimodal.encoder_budget import compute_mm_encoder_budget
 
-from engine.models import LLAMA
+from engine.models import LLAMA, QWEN3_NEXT
 
 _TEXT: Final = {**LLAMA, "max_position_embeddings": 2048}
 _LONG: Final = {**LLAMA, "max_position_embeddings": 32768}
@@ -30,6 +30,7 @@ MODELS: Final[Mapping[str, Mapping[str, Any]]] = {
     "Qwen/Qwen2.5-VL-3B-Instruct": _LONG,
     "Qwen/Qwen1.5-7B": _LONG,
     "Qwen/Qwen3-0.6B": _LONG,
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": {**QWEN3_NEXT, "max_position_embeddings": 32768},
 }
 _TOKENIZER: Final = {
     "tokenizer_class": "PreTrainedTokenizerFast",

@@ -8,7 +8,7 @@ and passes fails the run.
 import json
 import logging
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,25 +19,46 @@ import pytest
 from engine.own import pools, replacements
 from engine.own.expected import OwnTests
 from engine.service import service
+from kvpool.client.vllm.versions import VERSION
 
 _IMPORTED_LATER: Final = ("tests.v1.core.test_prefix_caching",)
 """Tests that other tests import while they run."""
+_USES: Final = "uses of kvpool"
 _CLASSES: Final = pytest.StashKey[pytest.MonkeyPatch]()
 
 
 class _Outcomes:
-    """Writes the outcome of each test to a file."""
+    """Writes the outcome of each test to a file. On kvpool, a file whose tests use nothing of kvpool fails the run.
 
-    def __init__(self, path: Path) -> None:
+    Such a file proves nothing of kvpool: its tests have classes of vLLM, or none.
+    """
+
+    def __init__(self, path: Path | None, *, on_kvpool: bool) -> None:
         self._path = path
+        self._on_kvpool = on_kvpool
         self._outcomes: dict[str, str] = {}
+        self._users: set[str] = set()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or not report.passed:
             self._outcomes[report.nodeid] = "xfailed" if hasattr(report, "wasxfail") else report.outcome
+        if any(name == _USES for name, _ in report.user_properties):
+            self._users.add(report.nodeid)
 
-    def pytest_sessionfinish(self) -> None:
-        self._path.write_text(json.dumps(self._outcomes, indent=1))
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._path:
+            document = {"outcomes": self._outcomes, "users": sorted(self._users)}
+            self._path.write_text(json.dumps(document, indent=1))
+        if self._files_without_users():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for file in self._files_without_users():
+            terminalreporter.write_line(f"ERROR {file}: no test uses a scheduler, a manager or the planner of kvpool")
+
+    def _files_without_users(self) -> list[str]:
+        files, of_users = ({name.partition("::")[0] for name in names} for names in (self._outcomes, self._users))
+        return sorted(files - of_users) if self._on_kvpool else []
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -46,20 +67,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--optional", action="store_true", help="vLLM's own option: also tests that it leaves out")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    path = config.getoption("--outcomes")
-    if path and not hasattr(config, "workerinput"):  # the process that hears of all tests
-        config.pluginmanager.register(_Outcomes(path))
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Replaces vLLM's classes before a conftest.py of vLLM's tests imports them."""
     replacements.make_up_images()
-    config.stash[_CLASSES] = pytest.MonkeyPatch()
-    if _is_on_kvpool(config):
-        replacements.replace_classes(config.stash[_CLASSES])
+    early_config.stash[_CLASSES] = pytest.MonkeyPatch()
+    if early_config.known_args_namespace.on == "kvpool":
+        replacements.replace_classes(early_config.stash[_CLASSES])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # the process that hears of all tests
+        outcomes = _Outcomes(config.getoption("--outcomes"), on_kvpool=_is_on_kvpool(config))
+        config.pluginmanager.register(outcomes)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks what is expected to fail. An expectation that fits no test is an error."""
-    own_tests = OwnTests.read()
+    own_tests = OwnTests.read(VERSION)
     if unknown := own_tests.unknown(item.nodeid for item in items):
         raise pytest.UsageError(f"own_tests.toml lists tests that do not exist: {', '.join(unknown)}")
     for item in items:
@@ -73,6 +98,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Puts vLLM's classes back, now that all tests are imported: kvpool compares itself with vLLM's manager."""
     for name in _IMPORTED_LATER:  # here, whichever files run
         import_module(name)
+    if _is_on_kvpool(session.config) and (missed := replacements.missed()):
+        raise pytest.UsageError(f"these are vLLM's, and not kvpool's: {', '.join(missed)}")
     session.config.stash[_CLASSES].undo()
 
 
@@ -88,10 +115,13 @@ def _server(pytestconfig: pytest.Config) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _pools() -> Iterator[None]:
-    """Ends the sessions of a test, and removes its pools."""
+def _pools(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Ends the sessions of a test, and removes its pools. The report of the teardown has what of kvpool it used."""
+    pools.take_uses()
     yield
     pools.close_all()
+    if uses := pools.take_uses():
+        record_property(_USES, uses)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ from kvpool.core.specs.pool_config import PoolConfig
 
 DEADLINE_SECONDS: Final = 60
 _sessions: Final[list[Session]] = []
+_uses: Final[list[str]] = []
 _numbers: Final = itertools.count()
 
 
@@ -50,7 +51,21 @@ def server() -> Server:
 
 def new_name() -> str:
     """Names a pool."""
-    return f"own-{os.getpid()}-{next(_numbers)}"
+    name = f"own-{os.getpid()}-{next(_numbers)}"
+    note_use(name)
+    return name
+
+
+def note_use(of: str) -> None:
+    """Notes that a test uses kvpool: by the name of a pool, or of a function."""
+    _uses.append(of)
+
+
+def take_uses() -> list[str]:
+    """Returns what was noted since the last call."""
+    taken = _uses.copy()
+    _uses.clear()
+    return taken
 
 
 def open_session(config: PoolConfig) -> Session:

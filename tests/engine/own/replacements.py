@@ -1,17 +1,18 @@
 """Replaces vLLM's classes with those of kvpool, before vLLM's tests import them."""
 
-from typing import Any
+import sys
+from typing import Any, Final
 
 import pytest
 from vllm.config import ModelConfig
-from vllm.v1.core import kv_cache_manager, kv_cache_utils
+from vllm.v1.core import kv_cache_manager
 from vllm.v1.core.sched import async_scheduler, scheduler
 
 from engine.own import pools
 from engine.own.block_views import show_blocks
 from engine.own.lone_manager import LoneManager
 from engine.own.made_up_models import TAKES_IMAGES, EncoderBudget
-from engine.own.planner_pair import plan_with_both
+from engine.own.planner_pair import PLANNING, plan_with_both
 from kvpool.client.vllm.scheduler import AsyncScheduler, Scheduler
 
 
@@ -30,6 +31,15 @@ class PoolAsyncScheduler(PoolScheduler, AsyncScheduler):
     """One that schedules a step ahead."""
 
 
+_PLACES: Final = (
+    (scheduler, "Scheduler"),
+    (async_scheduler, "AsyncScheduler"),
+    (kv_cache_manager, "KVCacheManager"),
+)
+_REPLACEMENTS: Final = (PoolScheduler, PoolAsyncScheduler, LoneManager)
+_REPLACED: Final = [PLANNING.get_kv_cache_configs, *(getattr(module, name) for module, name in _PLACES)]
+
+
 def make_up_images() -> None:
     """Lets some of the made-up models take images."""
     scheduler.MultiModalBudget = EncoderBudget
@@ -38,8 +48,18 @@ def make_up_images() -> None:
 
 
 def replace_classes(patch: pytest.MonkeyPatch) -> None:
-    """Puts kvpool's classes where vLLM's tests import vLLM's."""
-    patch.setattr(scheduler, "Scheduler", PoolScheduler)
-    patch.setattr(async_scheduler, "AsyncScheduler", PoolAsyncScheduler)
-    patch.setattr(kv_cache_manager, "KVCacheManager", LoneManager)
-    patch.setattr(kv_cache_utils, "get_kv_cache_configs", plan_with_both)
+    """Puts kvpool's classes where vLLM's tests import vLLM's. The planner stays: tests of 0.33 look it up late."""
+    PLANNING.get_kv_cache_configs = plan_with_both
+    for (module, name), replacement in zip(_PLACES, _REPLACEMENTS, strict=True):
+        patch.setattr(module, name, replacement)
+
+
+def missed() -> list[str]:
+    """Returns the places in modules of vLLM's tests where vLLM's classes were imported before they were replaced."""
+    loaded = [module for name, module in sys.modules.items() if name.partition(".")[0] == "tests"]
+    return [
+        f"{module.__name__}.{name}"
+        for module in loaded
+        for name, value in vars(module).items()
+        if any(value is replaced for replaced in _REPLACED)
+    ]

@@ -1,15 +1,13 @@
 """The page of the documentation that says what vLLM's own tests show, from the outcomes of both runs."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final
 
 from engine.own.expected import OwnTests
 
-Outcomes = Mapping[str, str]
-"""What became of each test, by name: passed, failed, skipped or xfailed."""
-
-_NUMBERS: Final = ("tests", "pass with vLLM alone", "pass on kvpool")
+_NUMBERS: Final = ("tests", "pass with vLLM alone", "pass on kvpool", "of these, use kvpool")
 _HEAD: Final = """\
 # vLLM's own tests
 
@@ -17,24 +15,41 @@ _HEAD: Final = """\
 with vLLM alone, and with kvpool's schedulers, manager and planner in place of vLLM's. It wrote this page.
 Plans are made by both planners, and must be equal. Each test that does not pass is listed with its reason in
 `tests/engine/own/own_tests.toml`. A run fails if another test fails, or one of these passes. Files are named by their
-path in vLLM's folder of tests.
+path in vLLM's folder of tests. The tests of vLLM 0.33.0 run in the same way.
+
+The last column counts tests that used a scheduler, a manager or the planner of kvpool. The others of a file test parts
+of vLLM that kvpool does not replace. A run fails if no test of a file uses kvpool, or if a module has vLLM's own class.
 
 Tests do not pass with vLLM alone if they need what the environment of `make test-vllm` lacks: a GPU,
 torchvision, a model.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What a run showed.
+
+    Attributes:
+        outcomes: What became of each test, by name: passed, failed, skipped or xfailed.
+        users: The tests that used a scheduler, a manager or the planner of kvpool.
+    """
+
+    outcomes: Mapping[str, str]
+    users: Collection[str]
+
+
 def page(own_tests: OwnTests, version: str, alone: Outcomes, on_kvpool: Outcomes) -> str:
     """Writes the page, in Markdown."""
-    rows = [
-        [shown(file), str(len(names)), *(str(_count(run, names)) for run in (alone, on_kvpool))]
-        for file, names in _by_file(own_tests, alone).items()
-    ]
-    rows.append(["all", str(len(alone)), *(str(_count(run, alone)) for run in (alone, on_kvpool))])
+    passed = _passed(alone), _passed(on_kvpool), _passed(on_kvpool).intersection(on_kvpool.users)
+
+    def row(shown_name: str, names: Collection[str]) -> list[str]:
+        return [shown_name, str(len(names)), *(str(len(each.intersection(names))) for each in passed)]
+
+    rows = [row(shown(file), names) for file, names in _by_file(own_tests, alone).items()]
+    rows.append(row("all", alone.outcomes))
     reasons = Counter(
         (_file_of(name), own_tests.reason(name, on_kvpool=True))
-        for name in sorted(alone, key=lambda name: own_tests.files.index(_file_of(name)))
-        if alone[name] == "passed" and on_kvpool[name] != "passed"
+        for name in sorted(passed[0] - passed[1], key=lambda name: (own_tests.files.index(_file_of(name)), name))
     )
     parts = [
         _HEAD.format(version=version),
@@ -56,13 +71,13 @@ def _file_of(name: str) -> str:
 
 def _by_file(own_tests: OwnTests, outcomes: Outcomes) -> dict[str, list[str]]:
     by_file: dict[str, list[str]] = {file: [] for file in own_tests.files}
-    for name in outcomes:
+    for name in outcomes.outcomes:
         by_file[_file_of(name)].append(name)
     return by_file
 
 
-def _count(outcomes: Outcomes, names: Iterable[str]) -> int:
-    return sum(outcomes[name] == "passed" for name in names)
+def _passed(run: Outcomes) -> set[str]:
+    return {name for name, outcome in run.outcomes.items() if outcome == "passed"}
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> str:

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.core.ids import PoolName
 from kvpool.etcd import rpc_pb2
-from kvpool.server.cluster.directory import Changes, DamagedRecordError, DirectoryError, ShardName, VersionedRecord
+from kvpool.server.cluster.directory import DamagedRecordError, DirectoryError, ShardName, VersionedRecord
 from kvpool.server.cluster.etcd_directory import EtcdDirectory
-from kvpool.server.cluster.record_codec import encode_record
 from kvpool.wire.channels import TlsConfig
 from support.auth import Authority
 from support.directory import SHARD, following, record_of, swap
@@ -37,7 +35,6 @@ def directory(etcd: EtcdCluster, cluster_name: str, open_directory: OpenDirector
 
 async def test_a_shard_without_entry(directory: EtcdDirectory) -> None:
     assert await directory.get(SHARD) == VersionedRecord(0, None)
-    assert (await whole(directory)).shards == {}
 
 
 async def test_a_swap_creates_and_replaces_an_entry(directory: EtcdDirectory) -> None:
@@ -72,45 +69,6 @@ async def test_one_of_many_swaps_wins(etcd: EtcdCluster, cluster_name: str, open
     assert len({each.entry for each in swaps}) == 1
 
 
-async def whole(directory: EtcdDirectory) -> Changes:
-    """The whole directory."""
-    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch_all()) as changes:
-        return await anext(changes)
-
-
-async def test_a_watch_of_all_has_the_shards_and_pools_of_its_cluster(
-    etcd: EtcdCluster, directory: EtcdDirectory, open_directory: OpenDirectory
-) -> None:
-    other = open_directory(etcd.endpoints, "other")
-    await swap(other, 0, THREE)
-    entries = {}
-    for name, record in (("s", ONE), ("t.1", TWO)):
-        entries[ShardName(name)] = (await swap(directory, 0, record, ShardName(name))).entry
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        await other.claim_pool(PoolName("elsewhere"), SHARD)
-        assert await directory.claim_pool(PoolName("p/1"), SHARD) == SHARD
-        assert await directory.claim_pool(PoolName("p/1"), ShardName("t.1")) == SHARD
-    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch_all()) as changes:
-        assert await anext(changes) == Changes(is_whole=True, shards=entries, pools={PoolName("p/1"): SHARD})
-        await directory.claim_pool(PoolName("p/2"), ShardName("t.1"))
-        assert await anext(changes) == Changes(is_whole=False, shards={}, pools={PoolName("p/2"): ShardName("t.1")})
-        revision = entries[SHARD].revision
-        assert not await directory.release_pool(PoolName("p/1"), SHARD, revision - 1)  # a primary of before
-        assert not await directory.release_pool(PoolName("p/1"), ShardName("t.1"), entries[ShardName("t.1")].revision)
-        assert await directory.release_pool(PoolName("p/1"), SHARD, revision)
-        assert await anext(changes) == Changes(is_whole=False, shards={}, pools={PoolName("p/1"): None})
-        replaced = await swap(directory, revision, TWO)
-        assert await anext(changes) == Changes(is_whole=False, shards={SHARD: replaced.entry}, pools={})
-
-
-@pytest.mark.slow
-async def test_a_directory_of_several_pages(etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str) -> None:
-    pools = {PoolName(f"p{number}"): SHARD for number in range(2500)}
-    for pool in pools:
-        etcd.post("kv/put", key=f"/kvpool/{cluster_name}/pools/{pool}".encode(), value=SHARD.encode())
-    assert await whole(directory) == Changes(is_whole=True, shards={}, pools=pools)
-
-
 async def test_a_damaged_record_is_reported(etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str) -> None:
     key = f"/kvpool/{cluster_name}/shards/s"
     etcd.post("kv/put", key=key.encode(), value=b"{}")
@@ -119,38 +77,6 @@ async def test_a_damaged_record_is_reported(etcd: EtcdCluster, directory: EtcdDi
     for call in calls:
         with pytest.raises(DamagedRecordError, match=f"{key} in etcd: has format None"):
             await call
-    assert (await whole(directory)).shards == {}  # other shards can be used
-
-
-BAD_NAMES = {
-    "a line break": b"s\n",
-    "a slash": b"a/b",
-    "3 KB": b"s" * 3000,
-    "no text": b"\xff\xfe",
-    "nothing": b"",
-}
-
-
-@pytest.mark.parametrize("name", BAD_NAMES.values(), ids=BAD_NAMES)
-async def test_a_name_that_no_server_writes_is_left_out_and_logged(
-    etcd: EtcdCluster, directory: EtcdDirectory, cluster_name: str, name: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
-    created = await swap(directory, 0, ONE)
-    prefix = f"/kvpool/{cluster_name}/".encode()
-    etcd.post("kv/put", key=prefix + b"shards/" + name, value=encode_record(TWO))
-    etcd.post("kv/put", key=prefix + b"pools/p", value=name)
-    etcd.post("kv/put", key=prefix + b"pools/" + name + b"\n", value=SHARD.encode())
-    expected = Changes(is_whole=True, shards={SHARD: created.entry}, pools={})
-    async with contextlib.aclosing(directory.watch_all()) as changes, asyncio.timeout(DEADLINE_SECONDS):
-        assert await anext(changes) == expected
-        assert caplog.messages == ["damaged record"] * 3
-        assert all(len(record.error) < 1100 and record.error.isprintable() for record in caplog.records)  # type: ignore[attr-defined]  # a field of the record
-        caplog.clear()
-        etcd.post("kv/put", key=prefix + b"shards/" + name, value=encode_record(THREE))
-        assert await anext(changes) == Changes(is_whole=False, shards={}, pools={})
-        assert caplog.messages == ["damaged record"]
-    with pytest.raises(DamagedRecordError, match=r"pools/p in etcd: .* is no name of a shard"):
-        await directory.claim_pool(PoolName("p"), SHARD)
 
 
 async def test_a_watch_yields_the_entry_and_each_change(
@@ -174,38 +100,6 @@ async def test_a_watch_yields_the_entry_and_each_change(
         assert created_again.entry.revision > deleted.revision
     async with contextlib.aclosing(directory.watch(SHARD)) as changes:
         assert await following(changes) == created_again.entry
-
-
-async def test_a_record_is_deleted_at_its_revision(directory: EtcdDirectory) -> None:
-    created = await swap(directory, 0, ONE)
-    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch(SHARD)) as changes:
-        assert await anext(changes) == created.entry
-        for revision in (0, created.entry.revision - 1, created.entry.revision + 1):
-            assert not await directory.delete(SHARD, revision)
-        assert await directory.get(SHARD) == created.entry
-        assert await directory.delete(SHARD, created.entry.revision)
-        deleted = await anext(changes)
-        assert deleted.record is None
-        assert deleted.revision > created.entry.revision
-        assert await directory.delete(SHARD, created.entry.revision), "a repetition finds no record"
-        assert await directory.get(SHARD) == VersionedRecord(0, None)
-        again = await swap(directory, 0, ONE)
-        assert not await directory.delete(SHARD, created.entry.revision), "a late repetition deletes no newer record"
-        assert await directory.get(SHARD) == again.entry
-    async with asyncio.timeout(DEADLINE_SECONDS), contextlib.aclosing(directory.watch(SHARD)) as changes:
-        assert await anext(changes) == again.entry
-
-
-async def test_a_claim_of_a_shard_without_a_record_is_released_at_revision_0(directory: EtcdDirectory) -> None:
-    pool = PoolName("p")
-    async with asyncio.timeout(DEADLINE_SECONDS):
-        await directory.claim_pool(pool, SHARD)
-        created = await swap(directory, 0, ONE)
-        assert not await directory.release_pool(pool, SHARD, 0)
-        assert await directory.delete(SHARD, created.entry.revision)
-        assert not await directory.release_pool(pool, SHARD, created.entry.revision)
-        assert await directory.release_pool(pool, SHARD, 0)
-    assert (await whole(directory)).pools == {}
 
 
 async def test_a_watch_ends_with_its_task(directory: EtcdDirectory) -> None:

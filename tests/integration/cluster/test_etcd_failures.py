@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.core.ids import PoolName
 from kvpool.server.cluster.directory import DirectoryError, DirectoryRegressedError, VersionedRecord
 from support.directory import SHARD, following, record_of, swap
 from support.etcd import EtcdCluster, EtcdNode, etcd_cluster, needs_etcd
@@ -125,7 +124,6 @@ async def test_calls_fail_within_their_limit_if_all_nodes_are_gone(
         fail(node)
     for call in (
         directory.get(SHARD),
-        directory.claim_pool(PoolName("p"), SHARD),
         directory.compare_and_swap(SHARD, 0, RECORDS[0]),
     ):
         async with asyncio.timeout(DEADLINE_SECONDS):
@@ -166,20 +164,6 @@ async def test_a_repeated_swap_wins_if_only_the_answer_was_lost(open_directory: 
         assert (repeated.won, repeated.entry) == (True, applied)
         other = await direct.compare_and_swap(SHARD, created.entry.revision, RECORDS[2])
         assert (other.won, other.entry) == (False, applied)
-
-
-async def test_a_repeated_deletion_is_done_after_its_node_was_paused(open_directory: OpenDirectory) -> None:
-    with etcd_cluster() as etcd:
-        patient = open_directory(etcd.endpoints)
-        created = await swap(patient, 0, RECORDS[0])
-        directory = open_directory(etcd.endpoints, attempt_timeout_seconds=1.0)
-        await directory.get(SHARD)
-        etcd.nodes[0].pause()
-        with pytest.raises(DirectoryError, match="it did not answer in time"):
-            await directory.delete(SHARD, created.entry.revision)
-        etcd.nodes[0].resume()
-        assert await patient.delete(SHARD, created.entry.revision)
-        assert await patient.get(SHARD) == VersionedRecord(0, None)
 
 
 async def test_a_restored_backup_is_detected(tmp_path: Path, open_directory: OpenDirectory) -> None:

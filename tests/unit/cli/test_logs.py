@@ -107,6 +107,16 @@ def test_a_bug_is_one_record_with_its_traceback() -> None:
     assert (first, trace[0]) == ("INFO kvpool.server: bug method=Free", "Traceback (most recent call last):")
 
 
+def test_messages_and_tracebacks_control_no_terminal() -> None:
+    hostile = "a\x1b[2J\r\n\x9bb\u202e\u2028\ud800"
+    assert console(record(hostile)) == "INFO kvpool.server: a?[2J???b???"
+    error = RuntimeError(hostile)
+    first, *trace = console(record("bug", error)).split("\n")
+    assert first == "INFO kvpool.server: bug"
+    assert all(line.isprintable() for line in trace)
+    assert as_json(record(hostile, error))["message"] == hostile
+
+
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """A function that starts logging; logging is restored afterwards."""

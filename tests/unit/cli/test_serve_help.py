@@ -16,5 +16,5 @@ def test_options_are_in_sections() -> None:
     assert "--journal-max-bytes" in sections["Journal and epochs"]
     assert "--tokens" in sections["TLS and tokens"]
     assert "--max-sessions" in sections["Limits on clients"]
-    assert "--events-pool" in sections["Block events over ZeroMQ"]
+    assert "--log-level" in sections["Logs and help"]
     assert "Options" not in sections

@@ -8,10 +8,7 @@ from rich.console import Console
 
 from kvpool.cli import blocks, pools, sessions
 from kvpool.cli.tables import Column, make_table, print_json
-from kvpool.client import RankInfo, RankState
-from kvpool.client.admin import BlockInfo, BlockState
-from kvpool.core.ids import BlockHash, BlockId, GroupId, SessionNumber
-from kvpool.core.ranks.messages import Rank
+from kvpool.v1.admin_pb2 import BlockInfo, BlockState
 from support.operator import pool_info, session_info
 
 RowT = TypeVar("RowT")
@@ -49,26 +46,20 @@ def test_the_pool_table_has_a_column_for_quarantined_blocks_if_there_are_any() -
     infos = [pool_info(), pool_info(quarantined_blocks=1234, quarantined_sessions=2)]
     added = pools.pool_columns(infos)[-1]
     assert (added.title, [added.cell(info) for info in infos]) == ("QUARANTINED", ["0", "1,234"])
-    assert pools.pool_json(pool_info(quarantined_sessions=2))["quarantined_sessions"] == 2
 
 
 def test_a_forming_pool_has_no_blocks_and_zero_ratios() -> None:
     row = cells(pools.COLUMNS, pool_info(num_blocks=0, free_blocks=0, cached_blocks=0))
     assert row[3:6] == ["0", "0.0%", "0.0%"]
-    assert pools.pool_json(pool_info(num_blocks=0, free_blocks=0))["used_blocks"] == 0
 
 
-def test_pool_json_adds_up_and_omits_the_none_hash(capsys: pytest.CaptureFixture[str]) -> None:
-    ranks = (RankInfo(Rank(0), RankState.READY),)
-    print_json(pools.pool_json(pool_info(num_blocks=101, free_blocks=60, ranks=ranks)))
-    text = capsys.readouterr().out
-    answer = json.loads(text)
-    assert (answer["blocks"], answer["free_blocks"] + answer["used_blocks"]) == (100, 100)
-    assert (answer["state"], answer["ranks"][0]["state"]) == ("ready", "ready")
-    assert "none_hash" not in text
+def test_a_message_is_printed_as_protobufs_json_with_the_names_of_the_proto(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"pools": [pool_info(evicted_blocks=2**63)]})
+    (pool,) = json.loads(capsys.readouterr().out)["pools"]
+    assert (pool["state"], pool["free_blocks"], pool["evicted_blocks"]) == ("POOL_STATE_READY", 60, str(2**63))
+    assert (pool["preemptions"], pool["ranks"]) == ("0", [])
 
 
 def test_a_block_without_contents_has_neither_hash_nor_session() -> None:
-    block = BlockInfo(BlockId(3), BlockState.FREE, 0, BlockHash(b""), GroupId(0), SessionNumber(0), pending=False)
-    assert blocks.block_json(block) == {"block_id": 3, "state": BlockState.FREE, "ref_cnt": 0}
-    assert cells(blocks.COLUMNS, block)[3:] == ["-", "-", "-", ""]
+    block = BlockInfo(block_id=3, state=BlockState.BLOCK_STATE_FREE)
+    assert cells(blocks.COLUMNS, block) == ["3", "empty", "0", "-", "-", "-", ""]

@@ -10,24 +10,36 @@ from rich.cells import cell_len
 
 from kvpool.cli import top_sample, top_view
 from kvpool.cli.pools import cached_share, empty_share
-from kvpool.cli.top_sample import Interval, Sample
+from kvpool.cli.top_sample import Sample
 from kvpool.cli.top_view import Screen
-from kvpool.client import PoolState, RankInfo, RankState
-from kvpool.client.admin import AdminClient, Overview, SessionInfo
-from kvpool.core.ids import PoolName, SessionNumber
-from kvpool.core.ranks.messages import MappingProcess, Rank
-from kvpool.core.statistics import ActivityCounters, PrefixCacheStats
+from kvpool.client import RankInfo, RankState
+from kvpool.client.admin import AdminClient
+from kvpool.v1.admin_pb2 import ListPoolsResponse, SessionInfo
+from kvpool.v1.pool_pb2 import (
+    POOL_STATE_DEGRADED,
+    POOL_STATE_FORMING,
+    RANK_STATE_ABSENT,
+    RANK_STATE_LOST,
+    RANK_STATE_READY,
+    RANK_STATE_SILENT,
+    ActivityCounters,
+    MappingProcess,
+    PrefixCacheCounters,
+)
 from support.operator import pool_info, sample, session_info
 
 
-def shown(screen: Screen, now: Sample, interval: Interval | None = None, trouble: str = "") -> list[str]:
-    return [line.plain for line in top_view.lines(screen, "host:1", now, interval or Interval(), trouble)]
+def shown(screen: Screen, now: Sample, trouble: str = "") -> list[str]:
+    return [line.plain for line in top_view.lines(screen, "host:1", now, trouble)]
 
 
-def ranks(*states: RankState) -> tuple[RankInfo, ...]:
-    return tuple(
-        RankInfo(Rank(i), state, "cuda:0", f"host-{i}", 100 + i, 2**36, 2**35, 1000) for i, state in enumerate(states)
-    )
+def ranks(*states: RankState.ValueType) -> list[RankInfo]:
+    return [
+        RankInfo(
+            rank=i, state=state, device="cuda:0", host=f"host-{i}", pid=100 + i, allocated_bytes=2**35, num_blocks=1000
+        )
+        for i, state in enumerate(states)
+    ]
 
 
 def many(num_pools: int, num_sessions: int, name: str = "pool") -> Sample:
@@ -36,10 +48,9 @@ def many(num_pools: int, num_sessions: int, name: str = "pool") -> Sample:
         for i in range(num_pools)
     ]
     sessions = [
-        session_info(session_number=SessionNumber(i + 1), pool_name=PoolName(f"{name}000"), client_name="模型" * 40)
-        for i in range(num_sessions)
+        session_info(session_number=i + 1, pool_name=f"{name}000", client_name="模型" * 40) for i in range(num_sessions)
     ]
-    return sample(*pools, sessions=tuple(sessions))
+    return sample(*pools, sessions=sessions)
 
 
 def test_the_primary_of_a_shard_shows_its_term() -> None:
@@ -52,12 +63,12 @@ def test_a_pool_and_its_session_on_eighty_columns() -> None:
     before = sample(pool_info(), sessions=(session_info(sequence=900),), taken_seconds=98.0)
     busy = pool_info(
         activity=ActivityCounters(steps=2468, allocations=820, refusals=6),
-        prefix_cache=PrefixCacheStats(queries_tokens=1000, hits_tokens=410),
+        prefix_cache=PrefixCacheCounters(queries_tokens=1000, hits_tokens=410),
         evicted_blocks=24,
         preemptions=3,
     )
     now = sample(busy, sessions=(session_info(),), taken_seconds=100.0)
-    assert shown(Screen(80), now, top_sample.between(before, now)) == [
+    assert shown(Screen(80), top_sample.since(before, now)) == [
         "kvpool 1.2.3 at host:1, up 1m40s",
         "1 pool, 1 session, 3 requests running, 2 waiting",
         "█ used  ▒ cached and free  · empty",
@@ -83,8 +94,8 @@ def test_ascii_only_screens() -> None:
 )
 def test_the_screen_fits_every_terminal(width: int, height: int, pools: int, sessions: int) -> None:
     now = many(pools, sessions, name="a/very.long-name_" * 7)
-    interval = top_sample.between(replace(now, taken_seconds=now.taken_seconds - 1e-3), now)
-    lines = shown(Screen(width, height), now, interval, trouble="no answer " * 50)
+    now = top_sample.since(replace(now, taken_seconds=now.taken_seconds - 1e-3), now)
+    lines = shown(Screen(width, height), now, trouble="no answer " * 50)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
 
@@ -104,7 +115,7 @@ def test_many_pools_get_fewer_lines_each_and_left_out_rows_are_counted() -> None
 
 def test_trouble_and_degraded_pools_come_first() -> None:
     pools = [pool_info(f"p{i:02}") for i in range(30)]
-    pools[20] = pool_info("p20", state=PoolState.DEGRADED, ranks=ranks(RankState.READY, RankState.LOST))
+    pools[20] = pool_info("p20", state=POOL_STATE_DEGRADED, ranks=ranks(RANK_STATE_READY, RANK_STATE_LOST))
     lines = shown(Screen(80, 24), sample(*pools), trouble="no answer since 12 s: UNAVAILABLE: refused")
     assert lines[1].rstrip() == "no answer since 12 s: UNAVAILABLE: refused"
     assert lines[3].startswith("p20 ")
@@ -112,7 +123,14 @@ def test_trouble_and_degraded_pools_come_first() -> None:
 
 
 def test_ranks_are_shown_if_not_ready_or_on_request() -> None:
-    info = pool_info(ranks=ranks(RankState.READY, RankState.LOST, RankState.READY, RankState.SILENT))
+    info = pool_info(
+        ranks=ranks(
+            RANK_STATE_READY,
+            RANK_STATE_LOST,
+            RANK_STATE_READY,
+            RANK_STATE_SILENT,
+        )
+    )
     lines = shown(Screen(80), sample(info))
     assert [line.split(",")[0].strip() for line in lines if line.startswith("    ")] == ["rank 1 lost", "rank 3 silent"]
     assert "    rank 1 lost, host-1 cuda:0, process 101, 1,000 blocks, 32.0 GiB" in lines
@@ -123,7 +141,10 @@ def test_ranks_are_shown_if_not_ready_or_on_request() -> None:
 
 def test_a_forming_pool_and_a_server_without_pools() -> None:
     forming = pool_info(
-        num_blocks=0, free_blocks=0, state=PoolState.FORMING, ranks=(RankInfo(Rank(0), RankState.ABSENT),)
+        num_blocks=0,
+        free_blocks=0,
+        state=POOL_STATE_FORMING,
+        ranks=(RankInfo(state=RANK_STATE_ABSENT),),
     )
     lines = shown(Screen(80), sample(forming))
     assert "forming" in lines[3]
@@ -165,7 +186,7 @@ def test_a_new_epoch_is_visible_in_its_number_and_its_age() -> None:
         def __init__(self, *epochs: int) -> None:
             self._overviews = [sample(pool_info(epoch=epoch)).overview for epoch in epochs]
 
-        def overview(self) -> Overview:
+        def overview(self) -> ListPoolsResponse:
             return self._overviews.pop(0)
 
         def sessions(self) -> Iterator[SessionInfo]:
@@ -184,28 +205,27 @@ def test_a_new_epoch_is_visible_in_its_number_and_its_age() -> None:
 
 def test_sessions_come_busiest_first() -> None:
     sessions = (
-        session_info(session_number=SessionNumber(1), running_requests=1, held_blocks=(10,)),
-        session_info(session_number=SessionNumber(2), running_requests=9, held_blocks=(10,)),
-        session_info(session_number=SessionNumber(3), running_requests=1, held_blocks=(10, 5)),
+        session_info(session_number=1, running_requests=1, held_blocks=(10,)),
+        session_info(session_number=2, running_requests=9, held_blocks=(10,)),
+        session_info(session_number=3, running_requests=1, held_blocks=(10, 5)),
     )
     assert [info.session_number for info in top_sample.busiest(sessions)] == [2, 3, 1]
 
 
 def test_unknown_rates_are_left_out() -> None:
     now = sample(pool_info(activity=ActivityCounters(steps=10)), sessions=(session_info(),))
-    assert top_sample.between(None, now) == Interval()
-    assert top_sample.between(now, now) == Interval()
-    restarted = replace(now.overview.server, uptime_seconds=500.0)
-    before = replace(now, taken_seconds=99.0, overview=replace(now.overview, server=restarted))
-    assert top_sample.between(before, now) == Interval()
+    assert top_sample.since(None, now) == top_sample.since(now, now) == now
+    restarted = sample(*now.overview.pools, sessions=now.sessions, taken_seconds=99.0, uptime_seconds=500.0)
+    assert top_sample.since(restarted, now) == now
     another = sample(pool_info(activity=ActivityCounters(steps=11)), taken_seconds=99.0)
-    interval = top_sample.between(another, now)
-    assert (interval.pools, interval.session_steps) == ({}, {})
-    assert "    - steps/s" in shown(Screen(80), now, interval)[4]
+    found = top_sample.since(another, now)
+    assert (found.interval_seconds, found.rates, found.session_steps) == (1.0, {}, {})
+    assert "    - steps/s" in shown(Screen(80), found)[4]
 
 
 def test_ranks_show_the_processes_that_map_their_memory() -> None:
-    (rank,) = ranks(RankState.READY)
-    lent = replace(rank, mapping_processes=(MappingProcess(7, "vllm@a\x1b"), MappingProcess(8, "vllm@b")))
-    lines = shown(Screen(200, all_ranks=True), sample(pool_info(ranks=(lent,))))
+    (lent,) = ranks(RANK_STATE_READY)
+    for pid, name in ((7, "vllm@a\x1b"), (8, "vllm@b")):
+        lent.mapping_processes.append(MappingProcess(pid=pid, client_name=name))
+    lines = shown(Screen(200, all_ranks=True), sample(pool_info(ranks=[lent])))
     assert any(line.endswith("mapped by vllm@a? (7), vllm@b (8)") for line in lines), lines

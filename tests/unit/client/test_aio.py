@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from kvpool.client import (
-    AbortedError,
     Admission,
     BlockStored,
     Client,
@@ -40,9 +39,8 @@ async def test_a_session_is_closed_at_the_end_of_a_block(client: AsyncClient) ->
         assert await session.admit(session.request("r", PROMPT))
         assert (await client.get_pool("m")).sessions == 1
     assert (await client.get_pool("m")).sessions == 0
-    before = await asyncio.create_task(client.open_session("m"))
-    async with client.resume_session(before.session_id) as resumed:
-        assert resumed.session_number > before.session_number
+    async with await asyncio.create_task(client.open_session("m")) as session:
+        assert session.session_number == 2
     assert (await client.get_pool("m")).sessions == 0
 
 
@@ -78,20 +76,19 @@ async def test_a_begun_step_is_answered_when_it_is_settled(client: AsyncClient) 
         assert request.num_computed_tokens == 101
 
 
-async def test_sessions_are_resumed_watched_and_waited_for(client: AsyncClient) -> None:
+async def test_pools_are_watched_and_waited_for(client: AsyncClient) -> None:
     await client.create_pool(pool_config(enable_events=True))
     assert (await client.wait_until_ready("m", timeout_seconds=5.0)).config.name == "m"
     session = await client.open_session("m")
-    await session.admit(session.request("a", PROMPT))
-    resumed = await client.resume_session(session.session_id, sequence=session.sequence)
-    (held,) = resumed.held_requests
-    await resumed.free(resumed.adopt(held, PROMPT))
+    request = session.request("a", PROMPT)
+    await session.admit(request)
+    await session.free(request)
     watch = client.watch("m", from_sequence=1)
     batch = await anext(watch)
     await watch.aclose()
     assert isinstance(batch.events[0], BlockStored)
-    assert (await resumed.pool()).free_blocks == 99
-    await resumed.close()
+    assert (await session.pool()).free_blocks == 99
+    await session.close()
 
 
 def test_the_signature_of_an_operation_names_its_own_result() -> None:
@@ -103,14 +100,12 @@ def test_the_signature_of_an_operation_names_its_own_result() -> None:
 async def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(client: AsyncClient) -> None:
     await client.create_pool(pool_config())
     session = await client.open_session("m")
-    await session.close()
-    taken = await client.open_session("m")
-    await client.resume_session(taken.session_id)
+    await client.close()
     with pytest.raises(ValueError, match="my own"):
-        async with taken:
+        async with session:
             raise ValueError("my own")
-    with pytest.raises(AbortedError):
-        async with taken:
+    with pytest.raises(WrongStateError, match="the client was closed"):
+        async with session:
             pass
 
 
@@ -118,8 +113,8 @@ def test_an_error_in_a_with_block_of_a_synchronous_session_is_not_replaced_eithe
     client = connect("embedded:")
     client.create_pool(pool_config())
     session = client.open_session("m")
-    client.resume_session(session.session_id)
+    client.close()
     with pytest.raises(ValueError, match="my own"), session:
         raise ValueError("my own")
-    with pytest.raises(AbortedError), session:
+    with pytest.raises(WrongStateError, match="the client was closed"), session:
         pass

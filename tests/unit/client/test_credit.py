@@ -549,7 +549,7 @@ def test_computed_tokens_without_slots_are_refused(session: Session, request_: R
 
 
 def test_in_a_pool_with_mamba_state_every_decode_is_sent() -> None:
-    """Otherwise a process that resumes the session would not know that a step may have been executed."""
+    """Otherwise the service would not know which step reads the state."""
     transport = CountingTransport()
     groups = (KVCacheGroup(FullAttentionSpec(4), ("a",)), KVCacheGroup(MambaSpec(4), ("b",)))
     run(transport.create_pool(PoolConfig(PoolName("m"), 20, 64, groups, enable_caching=False)))
@@ -560,24 +560,6 @@ def test_in_a_pool_with_mamba_state_every_decode_is_sent() -> None:
     with session.step() as step:
         step.decode([request])
     assert [list(sent.operations) for sent in transport.take_sent()] == [[ALLOCATE], [ALLOCATE]]
-
-
-def test_a_resumed_session_continues_from_the_tokens_that_had_slots(
-    transport: CountingTransport, session: Session, request_: Request
-) -> None:
-    session.allocate_slots(request_, 1)
-    opened = run(transport.resume_session(session.session_id, session.sequence))
-    (held,) = opened.held
-    assert (held.num_computed_tokens, request_.num_computed_tokens) == (5, 6)
-    resumed = Session(opened)
-    for wrong in (4, 10**9):
-        with pytest.raises(InvalidArgumentError, match="num_computed_tokens"):
-            resumed.adopt(held, range(6), num_computed_tokens=wrong)
-    request = resumed.adopt(held, range(6), num_computed_tokens=6)
-    transport.take_sent()
-    assert resumed.allocate_slots(request, 1) == Allocation([[]])
-    (sent,) = transport.take_sent()
-    assert (sent.num_taken_tokens, request.num_computed_tokens) == ([1], 7)
 
 
 def test_a_request_changed_by_another_call_during_a_step_is_refused(session: Session, request_: Request) -> None:
@@ -612,13 +594,22 @@ def test_steps_in_flight_when_blocks_are_freed_are_reported(transport: CountingT
         assert len(transport.take_sent()) == num_sent
 
 
-def test_a_resumed_session_reports_executed_steps_at_once(transport: CountingTransport, session: Session) -> None:
-    running(session)
-    opened = run(transport.resume_session(session.session_id, session.sequence))
-    resumed = Session(opened)
-    request = resumed.adopt(opened.held[0], range(5))
-    resumed.allocate_slots(request, 1)
-    transport.take_sent()
-    with resumed.step(executed_sequence=1) as step:
-        step.allocate_slots(request, 1)
-    assert [sent.executed_sequence for sent in transport.take_sent()] == [1]
+def test_a_new_length_of_the_prompt_is_sent_although_the_credit_suffices(
+    transport: CountingTransport, session: Session, request_: Request
+) -> None:
+    request_.append([5])
+    request_.num_prompt_tokens = 6
+    session.preempt(request_)
+    assert transport.take_sent()[0].num_prompt_tokens == []
+    session.admit(request_)
+    assert (transport.take_sent()[0].num_prompt_tokens, request_.num_prompt_tokens) == ([6], 0)
+    request_.append([6])
+    request_.num_prompt_tokens = 7
+    with session.begin_step() as step:
+        step.allocate_slots(request_, 1)
+    request_.append([7])
+    request_.num_prompt_tokens = 8  # while the step is under way
+    session.settle()
+    assert (transport.take_sent()[0].num_prompt_tokens, request_.num_prompt_tokens) == ([7], 8)
+    session.allocate_slots(request_, 1)
+    assert (transport.take_sent()[0].num_prompt_tokens, request_.num_prompt_tokens) == ([8], 0)

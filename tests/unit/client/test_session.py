@@ -9,6 +9,7 @@ from kvpool.client import (
     Allocation,
     Client,
     DeadlineError,
+    ExhaustedError,
     FullAttentionSpec,
     InvalidArgumentError,
     KVCacheGroup,
@@ -155,7 +156,9 @@ def test_blocks_outside_a_window_are_null_in_the_sessions_table() -> None:
         request = session.request("r", range(24))
         session.allocate_slots(request, 20)
         assert request.block_ids == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]]
-        assert session.allocate_slots(request, 40) is None
+        with pytest.raises(ExhaustedError) as caught:
+            session.allocate_slots(request, 40)
+        assert caught.value.reason == "REQUEST_NEVER_FITS"
         assert request.block_ids == [[1, 2, 3, 4, 5], [0, 0, 0, 9, 10]]
         allocated = session.allocate_slots(request, 4)
         assert isinstance(allocated, Allocation)

@@ -1,5 +1,8 @@
 """What vLLM's plugin costs and changes, without vLLM; tests/engine/test_plugin.py has vLLM."""
 
+import logging
+import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.client.vllm.settings import Settings, pool_of_model
+from kvpool.client.vllm.settings import VARIABLES, Settings, pool_of_model
 from kvpool.vllm_plugin import register
 from support.paths import ROOT
 from support.waiting import DEADLINE_SECONDS
@@ -32,8 +35,8 @@ class FakeArguments:
 @pytest.fixture
 def arguments(monkeypatch: pytest.MonkeyPatch) -> type[FakeArguments]:
     """A class that has not been wrapped, in the place of vLLM's."""
-    for name in ("KVPOOL_ADDRESS", "KVPOOL_VLLM_PLUGIN"):
-        monkeypatch.delenv(name, raising=False)
+    for name in [each for each in os.environ if each.startswith("KVPOOL_")]:
+        monkeypatch.delenv(name)
     module: Any = ModuleType("vllm.engine.arg_utils")
     module.EngineArgs = type("EngineArgs", (FakeArguments,), {})
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -46,8 +49,9 @@ def activated(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Calls of the module that chooses the classes."""
     calls: list[str] = []
     module: Any = ModuleType("kvpool.client.vllm.activation")
+    module.warn_of_variables = lambda *, uses_kvpool: calls.append(f"warn {uses_kvpool}")
     module.choose_classes = lambda _: calls.append("choose")
-    module.log_use = calls.append
+    module.check_services = calls.append
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(import_module("kvpool.client.vllm"), "activation", module, raising=False)
     return calls
@@ -80,15 +84,16 @@ def test_the_method_is_wrapped_once(arguments: type[FakeArguments]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "uses_kvpool"),
+    ("settings", "expected"),
     [
-        ({}, False),
-        ({"KVPOOL_ADDRESS": ""}, False),
-        ({"config": {"other": 1}}, False),
-        ({"KVPOOL_ADDRESS": "unix:/s"}, True),
-        ({"config": {"kvpool": {}}}, True),
-        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "1"}, True),
-        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "0", "config": {"kvpool": {}}}, False),
+        ({}, []),
+        ({"config": {"other": 1}}, []),
+        ({"KVPOOL_ADDRESS": ""}, ["warn False"]),
+        ({"KVPOOL_MEMORY": "unix:/m"}, ["warn False"]),
+        ({"KVPOOL_ADDRESS": "unix:/s"}, ["warn True", "choose", ("config", 7)]),
+        ({"config": {"kvpool": {}}}, ["warn True", "choose", ("config", 7)]),
+        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "1"}, ["warn True", "choose", ("config", 7)]),
+        ({"KVPOOL_ADDRESS": "unix:/s", "KVPOOL_VLLM_PLUGIN": "0", "config": {"kvpool": {}}}, []),
     ],
 )
 def test_settings_decide_when_the_configuration_is_made(
@@ -96,8 +101,7 @@ def test_settings_decide_when_the_configuration_is_made(
     activated: list[Any],
     monkeypatch: pytest.MonkeyPatch,
     settings: dict[str, Any],
-    *,
-    uses_kvpool: bool,
+    expected: list[Any],
 ) -> None:
     register()
     made = arguments()
@@ -105,7 +109,7 @@ def test_settings_decide_when_the_configuration_is_made(
     for name in settings.keys() - {"config"}:
         monkeypatch.setenv(name, settings[name])
     assert made.create_engine_config(7) == ("config", 7)
-    assert activated == (["choose", ("config", 7)] if uses_kvpool else [])
+    assert activated == expected
 
 
 def test_another_value_of_the_switch_is_refused(
@@ -116,6 +120,26 @@ def test_another_value_of_the_switch_is_refused(
     with pytest.raises(ValueError, match="KVPOOL_VLLM_PLUGIN must be 0 or 1, not 'off'"):
         arguments().create_engine_config()
     assert not activated
+
+
+@pytest.mark.parametrize(("scheduler", "is_shown"), [("kvpool.client.vllm.Scheduler", False), ("own.Scheduler", True)])
+def test_vllms_warning_of_other_schedulers_is_not_given_for_kvpools(
+    caplog: pytest.LogCaptureFixture, scheduler: str, *, is_shown: bool
+) -> None:
+    register()
+    logger = logging.getLogger("vllm.config.scheduler")
+    logger.warning("Using custom scheduler class %s. This scheduler interface is not public", scheduler)
+    logger.warning("another warning, of %s", scheduler)
+    assert len(caplog.messages) == 1 + is_shown
+
+
+def test_every_variable_that_kvpool_reads_is_known() -> None:
+    """So that none of them is called unknown in an engine."""
+    packages = (ROOT / name for name in ("client", "gpu_worker", "proto", "server"))
+    sources = "".join(path.read_text() for package in packages for path in package.rglob("*.py"))
+    read = set(re.findall(r"[\"'](KVPOOL_[A-Z_]+[A-Z])[\"']", sources))
+    assert {"KVPOOL_ADDRESS", "KVPOOL_TOKEN", "KVPOOL_REPLAY_ADDRESS"} <= read
+    assert read - {"KVPOOL_REPLAY_ADDRESS"} <= set(VARIABLES)
 
 
 @pytest.fixture

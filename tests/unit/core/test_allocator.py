@@ -2,13 +2,14 @@
 
 import pytest
 
+from kvpool.core.blocks.integrity import IntegrityError
 from kvpool.core.errors import AbortedError, NotFoundError
 from kvpool.core.events import BlockRemoved, BlockStored
 from kvpool.core.ids import BlockId, GroupId
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation
 from support.core import World, block_hashes
-from support.integrity import IntegrityError, check_integrity
+from support.integrity import check_integrity
 
 
 def test_a_call_renews_the_lease() -> None:

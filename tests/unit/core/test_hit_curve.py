@@ -3,19 +3,22 @@
 import hashlib
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from kvpool.client import ReuseOrder
 from kvpool.core import hit_curve
+from kvpool.core.execution import apply
 from kvpool.core.hit_curve import MAX_SAMPLED, MULTIPLES, HitCurve
-from kvpool.core.ids import BlockHash, MapId
+from kvpool.core.ids import BlockHash, MapId, RequestNumber
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import HashScheme
-from kvpool.core.steps.columns import Operation
+from kvpool.core.steps.columns import Operation, Outcome
 from kvpool.replay.sweep import sweep
 from kvpool.replay.trace_formats import TraceRequest
 from support.core import World, block_hashes, config
+from support.state import DrivenState
 
 ALL = 4096
 """A block size of which every hash is sampled."""
@@ -49,20 +52,62 @@ def test_a_list_that_is_cut_into_parts_finds_what_lists_of_these_sizes_find() ->
 
 
 @pytest.mark.parametrize("size_bytes", [8, 32])
-def test_samples_hashes_by_their_first_bytes_only(size_bytes: int) -> None:
-    curve = HitCurve.for_pool(config(1000, 16, hash_scheme=HashScheme("own", size_bytes)))
-    assert curve
+def test_samples_hashes_by_a_key(size_bytes: int) -> None:
+    pool_config = config(1000, 16, hash_scheme=HashScheme("own", size_bytes))
     given = [each[:size_bytes] for each in hashes(*range(20_000))]
-    sampled = curve.sample(b"".join(given))
-    assert sampled == [each for each in given if each[:2] < b"\x02\x00"]
-    assert 110 < len(sampled) < 200, "one of 128"
-    assert [each for one in given if curve.marks[one[0]] for each in curve.sample(one)] == sampled
-    assert curve.sample(b"") == []
+    found = []
+    for key in (b"a", b"b", b"a"):
+        curve = HitCurve.for_pool(pool_config, key)
+        assert curve
+        sampled = curve.sample(b"".join(given))
+        assert 100 < len(sampled) < 220, "one of 128"
+        assert [each for one in given if curve.marks[one[curve.at]] for each in curve.sample(one)] == sampled
+        assert curve.sample(b"") == []
+        found.append(set(sampled))
+    assert found[0] == found[2]
+    assert len(found[0] & found[1]) < 20, "another key, another sample"
+
+
+def test_hashes_that_begin_alike_are_sampled_as_others_for_most_keys() -> None:
+    alike = b"".join(bytes(2) + each[2:] for each in hashes(*range(2000)))
+    curves = [HitCurve(config(1000, 16), b"%d" % key) for key in range(200)]
+    assert sum(len(curve.sample(alike)) > 100 for curve in curves) < 40
+
+
+def test_a_request_keeps_few_sampled_hashes_even_of_a_client_that_knows_them() -> None:
+    world = World(9)
+    assert world.pool.hit_curve
+    known = world.pool.hit_curve.sample(b"".join(hashes(*range(10_000))))[:10]
+    session = world.open()
+    world.run(session, Operation.APPEND, request_numbers=[1], num_appended_tokens=[40], block_hashes=b"".join(known),
+              request_ids=["r"])  # fmt: skip
+    request = session.by_number[RequestNumber(1)]
+    assert request.sampled == known[:8]
+    world.run(session, Operation.APPEND, request_numbers=[1], num_appended_tokens=[40], block_hashes=b"".join(known))
+    assert request.sampled == known[:8]
+
+
+def test_steps_skip_the_same_operations_with_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standby and a server that recovers have another key, and must come to the same state."""
+    monkeypatch.setattr(apply, "MAX_STEP_WORK", 200)
+    worlds = [World(9, DrivenState(sample_key=bytes([i]) * 16)) for i in range(2)]
+    curve = worlds[0].pool.hit_curve
+    assert curve
+    known = b"".join(curve.sample(b"".join(hashes(*range(20_000))))[:10])
+    rows: dict[str, Any] = {
+        "request_numbers": range(1, 21),
+        "num_appended_tokens": [40] * 20,
+        "block_hashes": known * 20,
+    }
+    names = [f"r{i}" for i in range(20)]
+    results = [each.run(each.open(), *[Operation.LOOKUP] * 20, request_ids=names, **rows) for each in worlds]
+    assert results[0] == results[1]
+    assert Outcome.SKIPPED in results[0].outcomes
 
 
 def test_large_pools_sample_fewer_hashes() -> None:
     curve = curve_of(2**26, 16)
-    assert [len(curve.sample(first + bytes(30))) for first in (b"\0\0", b"\0\4", b"\1\0")] == [1, 0, 0]
+    assert len(curve.sample(b"".join(hashes(*range(60_000))))) < 20
     for i in range(3 * MAX_SAMPLED // 1000):
         curve.record_freed(FIRST, [BlockHash(b"%d" % n) for n in range(1000 * i, 1000 * i + 1000)])
     assert curve.record_freed(FIRST, [BlockHash(b"0")]) == [len(MULTIPLES)], "forgotten: memory is bounded"
@@ -84,7 +129,7 @@ def test_scopes_do_not_find_each_others_hashes() -> None:
     assert curve.record_freed(MapId(1), hashes(1)) == [0]
 
 
-def test_the_estimate_is_within_two_points_of_the_exact_curve() -> None:
+def test_estimates_are_within_two_points_of_the_exact_curve_on_average() -> None:
     source = random.Random(1)  # noqa: S311 - a workload
     histories: list[tuple[int, ...]] = [(0,)] * 300
     trace, next_id = [], 1
@@ -97,18 +142,21 @@ def test_the_estimate_is_within_two_points_of_the_exact_curve() -> None:
         next_id += count
         trace.append(TraceRequest(512 * len(histories[chat]) - 1, 0, histories[chat]))
     num_blocks, exact = 1000, sweep(trace, 512, ReuseOrder.UNCACHED_FIRST)
-    curve = curve_of(num_blocks - 1, 512)
+    curves = [HitCurve(config(num_blocks, 512), b"%d" % key) for key in range(4)]
     for entry in trace:
         block_hash, joined = b"", b""
         for number in entry.hash_ids[:-1]:  # the last block is partial
             block_hash = hashlib.sha256(block_hash + b"%d" % number).digest()
             joined += block_hash
-        if sampled := curve.sample(joined):
-            curve.record_lookup(FIRST, sampled, None)
-    for multiple, tokens in curve.changed_tokens.items():
+        for curve in curves:
+            if sampled := curve.sample(joined):
+                curve.record_lookup(FIRST, sampled, None)
+    for multiple in curves[0].changed_tokens:
         change = exact.hit_rate_at(int(num_blocks * multiple)) - exact.hit_rate_at(num_blocks)
         assert abs(change) > 0.05
-        assert tokens / exact.input_tokens == pytest.approx(change, abs=0.02)
+        estimates = [curve.changed_tokens[multiple] / exact.input_tokens for curve in curves]
+        assert sum(estimates) / len(curves) == pytest.approx(change, abs=0.02)
+        assert estimates == pytest.approx([change] * len(curves), abs=0.04)
 
 
 def test_pools_for_which_there_is_no_estimate() -> None:

@@ -1,5 +1,6 @@
 """Rule 4 of prefix_map: sessions find cached blocks only of sessions with an equal namespace."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.steps.columns import Operation, Outcome
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from support.core import World, block_hashes, config
-from support.events import as_integer
 from support.integrity import check_integrity
 from support.journal import Traffic, assert_alike
 from support.state import DrivenState
@@ -78,16 +78,15 @@ def test_each_namespace_has_its_copy_and_loses_it_alone() -> None:
     assert [num_hit_tokens(world, reader, 11) for reader in readers] == [0, 12, 0]
 
 
-def test_a_resumed_and_a_restored_session_keep_their_namespace() -> None:
+def test_a_restored_session_keeps_its_namespace() -> None:
     world = World()
     owner, other = cached(world, b"one"), world.open(namespace=b"two")
-    world.allocator.resume_session(owner.session_id, owner.sequence, resume_key="", now_seconds=0.0)
     assert [num_hit_tokens(world, session) for session in (owner, other)] == [12, 0]
     restored = DrivenState()
     with world.allocator.snapshot() as snapshot:
         restored.restore(snapshot)
     world.allocator, world.pool = restored, restored.pools.get("m")
-    assert [num_hit_tokens(world, session, 10) for session in world.sessions()] == [0, 12]  # resumed: last
+    assert [num_hit_tokens(world, session, 10) for session in world.sessions()] == [12, 0]
 
 
 def test_watchers_see_all_namespaces_as_one_set() -> None:
@@ -100,13 +99,32 @@ def test_watchers_see_all_namespaces_as_one_set() -> None:
             block_hashes=block_hashes("ab", 2), token_ids=list(range(9)),
         )  # fmt: skip
     stored = SnapshotCursor(world.pool).next_chunk(100)
-    assert [[as_integer(h) for h in run.block_hashes] for run in stored] == [
-        [as_integer(BlockHash(block_hashes("ab", 2)[at : at + 32])) for at in (0, 32)] for _ in range(2)
+    assert [list(run.block_hashes) for run in stored] == [
+        [BlockHash(block_hashes("ab", 2)[at : at + 32]) for at in (0, 32)] for _ in range(2)
     ]
     world.pool.blocks.take_events()
     world.pool.blocks.evict_blocks([BlockId(1), BlockId(4)])
     removed = [event for event in world.pool.blocks.take_events() if isinstance(event, BlockRemoved)]
     assert [event.copies_left for event in removed] == [1, 0]
+
+
+def test_events_of_removals_take_as_many_calls_with_many_scopes() -> None:
+    num_calls = []
+    for num_scopes in (1, 100):
+        world = World(30, enable_events=True)
+        for i in range(num_scopes):
+            session = world.open(namespace=b"%d" % i)
+        world.run(
+            session, Operation.ADMIT, executed=0, request_numbers=[1], num_appended_tokens=[40], request_ids=["r"],
+            block_hashes=block_hashes("abcdefghij", 10), token_ids=list(range(40)),
+        )  # fmt: skip
+        counted: list[object] = []
+        sys.setprofile(lambda *event, counted=counted: counted.append(event))
+        world.pool.blocks.evict_blocks(list(map(BlockId, range(1, 11))))
+        sys.setprofile(None)
+        assert sum(isinstance(event, BlockRemoved) for event in world.pool.blocks.take_events()) == 10
+        num_calls.append(len(counted))
+    assert num_calls[0] == num_calls[1]
 
 
 def test_an_unused_namespace_is_dropped_when_another_is_opened() -> None:

@@ -151,16 +151,16 @@ def test_a_description_counts_blocks_and_sessions() -> None:
     world.free(one, 1)
     world.admit(one, 2, "xy", 9)
     world.admit(other, 1, "w", 2)
-    info = world.allocator.pools.describe(world.pool, event_sequence=3)
+    info = world.info(event_sequence=3)
     assert (info.free_blocks, info.usage, info.cached_blocks, info.evicted_blocks) == (0, 1.0, 2, 3)
     assert (info.sessions, info.requests, info.prefix_cache.requests) == (2, 2, 3)
-    assert (info.epoch, info.event_sequence, info.config) == (1, 3, world.pool.config)
+    assert (info.epoch, info.event_sequence, info.config.num_blocks) == (1, 3, world.pool.config.num_blocks)
 
 
 def test_a_description_is_a_snapshot() -> None:
     world = World()
     session = world.open()
-    info = world.allocator.pools.describe(world.pool)
+    info = world.info()
     world.admit(session, 1, "abc", 13)
     assert info.prefix_cache.requests == 0
 

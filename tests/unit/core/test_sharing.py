@@ -192,6 +192,6 @@ def test_sessions_share_only_blocks_with_the_same_salt(world: World, one: Sessio
 
 def test_a_refusal_to_one_session_does_not_block_others(one: Session, world: World) -> None:
     other = world.open()
-    assert world.admit(one, 1, "a" * 20, 80).outcomes == [Outcome.NO_BLOCKS]
+    assert world.admit(one, 1, "a" * 20, 80).outcomes == [Outcome.NEVER_FITS]
     assert world.admit(other, 1, "abc", 13).outcomes == []
     assert not one.requests[next(iter(one.requests))].holds_blocks

@@ -1,13 +1,16 @@
 """Tests of core/snapshots.py and of the parts of the core that make snapshots."""
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 
 from kvpool.core import snapshots
 from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.commands import FreePart
 from kvpool.core.ids import (
     MAX_BLOCKS,
     NULL_BLOCK,
@@ -21,9 +24,11 @@ from kvpool.core.ids import (
     StepNumber,
 )
 from kvpool.core.sessions.request import BlockTable, Request
+from kvpool.core.sessions.session import Session
 from kvpool.core.snapshots import Column, ColumnCopy
 from kvpool.core.state import State
-from support.core import config
+from kvpool.core.steps.columns import Operation
+from support.core import World, block_hashes, config
 from support.journal import Traffic, assert_alike
 from support.state import DrivenState
 
@@ -179,3 +184,46 @@ def test_a_state_can_be_replaced_while_a_snapshot_of_it_is_read() -> None:
         made = DrivenState()
         made.restore(snapshot)
     assert_alike(state, made)
+
+
+CHANGES: dict[str, Callable[[World, Session], object]] = {
+    "a step": lambda world, session: world.run(
+        session,
+        Operation.ALLOCATE, Operation.PREEMPT, Operation.APPEND, Operation.FREE, Operation.ADMIT,
+        request_numbers=[1, 2, 3, 4, 6], request_ids=["r4"], declares=[0, 0, 0, 0, 1],
+        num_new_tokens=[4, 0, 0, 0, 0], num_appended_tokens=[4, 0, 4, 0, 1], block_hashes=block_hashes("zy", 2),
+    ),
+    "a request that replaces another": lambda world, session: (world.free(session, 1), world.admit(session, 1, "z", 4)),
+    "a close": lambda world, session: world.allocator.close_session(session.session_id, 0.0),
+    "parts of a close": lambda world, session: [
+        world.allocator.execute(FreePart(session.session_id), 0.0) for _ in ("pending blocks", "requests")
+    ],
+    "an end": lambda world, _: world.allocator.evict_session("m", 1, 0.0),
+    "a quarantine that ends": lambda world, _: (
+        world.allocator.evict_session("m", 1, 0.0, quarantine_seconds=1.0), world.allocator.end_due_quarantines(2.0),
+    ),
+    "other weights": lambda world, session: world.allocator.set_weights_version(session, "2"),
+    "an epoch": lambda world, _: world.allocator.pass_epoch(world.pool, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("num_read", [0, 3, 6])
+@pytest.mark.parametrize("change", CHANGES)
+def test_requests_are_read_as_they_were_before_a_change(change: str, num_read: int) -> None:
+    world = World(40)
+    session, other = world.open(), world.open()
+    for number, content in enumerate(("abcde", "abcfg", "hijkl", "mn", "op"), 1):
+        world.admit(session, number, content, 4 * len(content) - 1)
+    world.admit(other, 1, "q", 3)
+    expected, read = DrivenState(), DrivenState()
+    with world.allocator.snapshot() as snapshot:
+        expected.restore(snapshot)
+    with world.allocator.snapshot() as snapshot:
+        (pool,) = snapshot.pools
+        left = iter(pool.requests.values)
+        requests = list(islice(left, num_read))
+        CHANGES[change](world, session)
+        requests += left
+        read.restore(replace(snapshot, pools=[replace(pool, requests=Column(requests))]))
+    assert_alike(expected, read)
+    assert not any(each.requests_copy for each in world.sessions())

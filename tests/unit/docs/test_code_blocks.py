@@ -12,7 +12,7 @@ from support.pages import PAGES, Block, blocks
 from support.paths import ROOT
 
 MARK = re.compile(r"tested: (?P<test>tests/\S+\.py)|not run: (?P<reason>\S.*)")
-KVPOOL = re.compile(r"\bkvpool ([a-z][a-z-]*(?: new| list| hand-over| move| balance| remove| wait-in-sync)?)([^`;&>]*)")
+KVPOOL = re.compile(r"\bkvpool ([a-z][a-z-]*(?: new| status| hand-over| wait-in-sync)?)([^`;&>]*)")
 SETTING = re.compile(r"\bKVPOOL_(SERVE|WORKER)_([A-Z_]+)")
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 

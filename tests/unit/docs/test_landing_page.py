@@ -38,6 +38,6 @@ def test_figures_are_those_of_the_linked_sections() -> None:
 
 def test_ratios_of_a_step_are_those_of_the_performance_page() -> None:
     text = INDEX.read_text(encoding="utf-8")
-    (ratios,) = re.findall(r"takes ([\d.]+), ([\d.]+) and ([\d.]+) times as long", text)
+    (ratios,) = re.findall(r"takes ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) times as long", text)
     source = section(DOCS / "explanation" / "performance.md", "in-a-vllm-engine")
     assert ratios == tuple(re.findall(r"^\| \d+ \| .* \| ([\d.]+) \([\d.]+\) \|$", source, re.MULTILINE))

@@ -10,18 +10,22 @@ _ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in _PAGE
 
 
 def test_the_page_lists_the_files_that_run() -> None:
-    files = [row[0] for row in _ROWS if len(row) == 4]
-    assert files == list(map(shown, OwnTests.read().files))
+    files = [row[0] for row in _ROWS if len(row) == 5]
+    assert files == list(map(shown, OwnTests.read(locked_version()).files))
 
 
 def test_the_page_gives_the_reasons_that_are_listed() -> None:
     reasons = {row[2] for row in _ROWS if len(row) == 3}
-    assert reasons == set(OwnTests.read().fails_on_kvpool.values())
+    assert reasons == set(OwnTests.read(locked_version()).fails_on_kvpool.values())
 
 
 def test_each_listed_reason_explains_as_many_tests_as_do_not_pass() -> None:
     explained = sum(int(row[1]) for row in _ROWS if len(row) == 3)
-    assert explained == sum(int(row[2]) - int(row[3]) for row in _ROWS if len(row) == 4)
+    assert explained == sum(int(row[2]) - int(row[3]) for row in _ROWS if len(row) == 5)
+
+
+def test_each_file_has_tests_that_use_kvpool() -> None:
+    assert all(0 < int(row[4]) <= int(row[3]) for row in _ROWS if len(row) == 5)
 
 
 def test_the_page_names_the_version_that_is_fetched() -> None:

@@ -50,10 +50,8 @@ from kvpool.gpu_worker.rank_protocol import (
     Phase,
     RankProtocol,
 )
-from kvpool.gpu_worker.route import Route
 from kvpool.lending.fence import Fence, StaleTablesError
 from kvpool.wire.errors import DeadlineError, ServerError
-from kvpool.wire.seeds import ShardAddress
 from support.rank_server import plan_config
 from support.ranks import registration
 
@@ -67,7 +65,7 @@ class Driver:
 
     def __init__(self, jitter: float = 0.0) -> None:
         self.fence = Fence()
-        self.rank = RankProtocol(registration(), Route(("h:1",)), self.fence, draw=lambda: jitter)
+        self.rank = RankProtocol(registration(), ("h:1",), self.fence, draw=lambda: jitter)
         self.now = 1000.0
 
     def join(self) -> OpenStream:
@@ -110,9 +108,8 @@ def driver() -> Driver:
     return Driver()
 
 
-def test_rule_5_the_route_chooses_the_server_and_the_pause_before_the_next_stream() -> None:
-    route = Route(("g:1", "h:1"))
-    rank = RankProtocol(registration(), route, Fence(), draw=lambda: 0.5)
+def test_rule_5_the_search_chooses_the_server_and_the_pause_before_the_next_stream() -> None:
+    rank = RankProtocol(registration(), ("g:1", "h:1"), Fence(), draw=lambda: 0.5)
     for error, target, pause_seconds in (
         (NotPrimaryError(("i:1",), 1), "i:1", 0.0),
         (BROKEN, "h:1", 0.0),
@@ -123,23 +120,15 @@ def test_rule_5_the_route_chooses_the_server_and_the_pause_before_the_next_strea
         assert isinstance(opened, OpenStream)
         (later,) = rank.stream_ended(error, 1000.0)
         assert isinstance(later, JoinLater)
-        assert route.target == target
+        assert rank.target == target
         assert later.pause_seconds == pytest.approx(pause_seconds)
         assert rank.next_due_seconds == pytest.approx(1000.0 + pause_seconds)
-
-
-def test_a_rank_whose_shard_was_named_joins_it_with_the_same_registration(driver: Driver) -> None:
-    (asked,) = driver.rank.tick(driver.now)
-    assert driver.rank.route.asks
-    assert driver.rank.placed(ShardAddress("s", ("i:1",))) == [asked]
-    assert (driver.rank.route.asks, driver.rank.route.target) == (False, "i:1")
 
 
 def test_an_answered_heartbeat_ends_the_search_for_the_server(driver: Driver) -> None:
     pauses = []
     for is_answered in (False, False, True):
         driver.join()
-        driver.rank.placed(ShardAddress())
         if is_answered:
             driver.hear(PoolStatus(PoolState.FORMING, 1, (), 1))
         (later,) = driver.lose_stream(NotPrimaryError((), 0))
@@ -337,7 +326,6 @@ def test_ready_before_any_plan_is_refused(driver: Driver) -> None:
         UnavailableError("CANCELLED", ""),
         ServerError("UNKNOWN", ""),
         ExhaustedError("TOO_MANY", "", retry_seconds=1.0),
-        WrongStateError("OTHER_SHARD", ""),
     ],
     ids=lambda error: error.reason,
 )
@@ -587,7 +575,7 @@ def test_a_rank_that_continues_an_epoch_of_an_earlier_process_admits_steps_after
     driver = Driver()
     held = Allocation(plan_config(100), 100, 1)
     past = replace(registration(), held=HeldTensors(1, 100), last_epoch=1)
-    driver.rank = RankProtocol(past, Route(("h:1",)), driver.fence, held, draw=lambda: 0.0)
+    driver.rank = RankProtocol(past, ("h:1",), driver.fence, held, draw=lambda: 0.0)
     assert driver.join().registration.held == HeldTensors(1, 100)
     ready = Ready(1, 100, 1024)
     driver.fence.begin(1)  # as of the memory that was found

@@ -149,7 +149,7 @@ def test_a_rank_holds_the_planned_blocks_and_shows_the_common_number(
         pool = worker.wait_ready(DEADLINE_SECONDS)
         assert (pool.epoch, pool.num_blocks, pool.max_model_len) == (1, 8, 1024)
         assert pool.config == plan_config(8)
-        assert pool.allocated_bytes == 10 * BLOCK_BYTES
+        assert worker.usage.allocated_bytes == 10 * BLOCK_BYTES
         caches = [tensor for tensor in pool.kv_caches.values() if isinstance(tensor, torch.Tensor)]
         assert {tuple(cache.shape) for cache in caches} == {(2, 8, 16, 2, 8)}
         assert {cache.device for cache in caches} == {device}

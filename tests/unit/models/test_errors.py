@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.planning.plan import PlanOptions, RankMemory
+from kvpool.core.planning.planner import get_kv_cache_configs
 from kvpool.models.config import FAMILIES, ModelOptions, derive_model
 from support.models import DEFAULT_OPTIONS, changed, config, derive
 from support.paths import MODEL_CONFIGS
@@ -145,6 +147,7 @@ DEEPSEEK_V4: dict[str, object] = {
     "num_key_value_heads": 1,
     "head_dim": 512,
     "qk_rope_head_dim": 64,
+    "o_groups": 8,
     "index_head_dim": 128,
     "sliding_window": 128,
     "compress_ratios": [0, 0, 4, 128],
@@ -153,16 +156,65 @@ DEEPSEEK_V4: dict[str, object] = {
 """The keys of DeepSeek-V4 that say what its layers keep."""
 
 
-def test_deepseek_v4_is_refused_as_docs_reference_models_says() -> None:
-    assert refusal(DEEPSEEK_V4).reason == "UNKNOWN_ARCHITECTURE"
-    for like in ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"):
-        with pytest.raises(InvalidArgumentError) as caught:
-            derive_model(DEEPSEEK_V4, ModelOptions(), like=like)
-        assert (caught.value.field, caught.value.reason) == ("kv_lora_rank", "MISSING")
+@pytest.mark.parametrize("like", ["DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"])
+def test_deepseek_v4_is_not_like_its_predecessors(like: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        derive_model(DEEPSEEK_V4, ModelOptions(), like=like)
+    assert (caught.value.field, caught.value.reason) == ("kv_lora_rank", "MISSING")
+
+
+def test_rules_of_keys_and_values_name_what_they_do_not_read_of_deepseek_v4() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         derive_model(DEEPSEEK_V4, ModelOptions(), like="LlamaForCausalLM")
     assert (caught.value.field, caught.value.reason) == ("qk_rope_head_dim", "IGNORED_KEY")
     assert all(f"{key} = {DEEPSEEK_V4[key]}" in caught.value.message for key in ("index_head_dim", "compress_ratios"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "field"),
+    [
+        ("compress_ratios", None, "compress_ratios"),  # as transformers writes it, which vLLM does not read
+        ("compress_ratios", [0, 0, 4], "compress_ratios"),
+        ("compress_ratios", [0, 0, 4, 8], "compress_ratios[3]"),
+        ("compress_ratios", [0, 0, 1, 2], "compress_ratios[2]"),  # of DeepSeek-V4.1
+        ("head_dim", 256, "head_dim"),
+        ("qk_rope_head_dim", 32, "qk_rope_head_dim"),
+        ("index_head_dim", 64, "index_head_dim"),
+        ("sliding_window", None, "sliding_window"),
+        ("num_kv_shared_layers", 1, "num_kv_shared_layers"),
+        ("swa_head_dim", 64, "swa_head_dim"),
+    ],
+)
+def test_a_deepseek_v4_of_another_form_is_refused(key: str, value: object, field: str) -> None:
+    assert derive_model(DEEPSEEK_V4, ModelOptions()).layers
+    assert refusal({**DEEPSEEK_V4, key: value}).field == field
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        (ModelOptions(kv_dtype="bfloat16"), "kv_dtype"),  # of kernels that store plain rows
+        (ModelOptions(kv_dtype="fp8_e5m2"), "kv_dtype"),
+        (ModelOptions(64), "block_size"),
+        (ModelOptions(tensor_parallel_size=16), "tensor_parallel_size"),  # of 8 o_groups
+    ],
+)
+def test_deepseek_v4_is_planned_for_one_layout(options: ModelOptions, field: str) -> None:
+    for known in (ModelOptions(256, "fp8"), ModelOptions(kv_dtype="fp8_ds_mla", tensor_parallel_size=8)):
+        assert derive_model(DEEPSEEK_V4, known).layers == derive_model(DEEPSEEK_V4, ModelOptions()).layers
+    assert refusal(DEEPSEEK_V4, options).field == field
+
+
+def test_windows_of_deepseek_v4_are_not_kept_whole() -> None:
+    ranks = [RankMemory(dict(derive_model(DEEPSEEK_V4, ModelOptions()).layers), 2**40)]
+    with pytest.raises(InvalidArgumentError) as caught:
+        get_kv_cache_configs(ranks, PlanOptions(8192, disable_hybrid_kv_cache_manager=True))
+    assert caught.value.field == "disable_hybrid_kv_cache_manager"
+
+
+def test_deepseek_v4_1_is_unknown() -> None:
+    data = {**DEEPSEEK_V4, "architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"}
+    assert refusal(data).reason == "UNKNOWN_ARCHITECTURE"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ tests/engine/test_model_plans.py recorded what vLLM answered.
 import pytest
 
 from support.plans import as_vllm_answers, derived, read_recorded
-from support.plans_table import PAGE, generated, rows_of
 
 RECORDED = read_recorded()
 BUILT = sorted(name for name, row in RECORDED.items() if "error" not in row)
@@ -26,10 +25,15 @@ def test_what_vllm_builds_on_a_gpu_only_is_read(case: str) -> None:
     assert plan.num_blocks
 
 
+@pytest.mark.parametrize("architecture", ["Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"])
+@pytest.mark.parametrize("case", [name for name in BUILT if name.startswith("Gemma4ForCausalLM")])
+def test_a_multimodal_gemma_4_has_the_layers_of_its_language_model(case: str, architecture: str) -> None:
+    row = RECORDED[case]
+    text = {key: value for key, value in row["config"].items() if key != "architectures"}
+    whole = {"architectures": [architecture], "dtype": "bfloat16", "text_config": text, "vision_config": {}}
+    assert derived({**row, "config": whole})[0].layers == derived(row)[0].layers
+
+
 def test_most_architectures_were_built() -> None:
     assert len({RECORDED[case]["config"]["architectures"][0] for case in BUILT}) >= 110
     assert {RECORDED[case]["ranks"] for case in BUILT} == {1, 2, 4, 8, 16}
-
-
-def test_the_table_of_the_documentation_is_the_one_that_is_generated() -> None:
-    assert rows_of(PAGE.read_text()) == generated().splitlines()

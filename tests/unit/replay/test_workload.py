@@ -1,12 +1,10 @@
 """Workloads, with one, several and unlimited rounds."""
 
-import json
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
-from kvpool.replay.workload import ChatShare, TraceShare, Work, Workload
+from kvpool.replay.workload import ChatShare, Work, Workload
 
 
 def played(workload: Workload, most: int = 1000) -> list[Work]:
@@ -19,14 +17,6 @@ def played(workload: Workload, most: int = 1000) -> list[Work]:
         follow_up = workload.follow_up(work, [7] * work.output_length)
         waiting += [follow_up] if follow_up else []
     return done
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    path = tmp_path / "trace.jsonl"
-    entry = {"timestamp": 0, "input_length": 600, "output_length": 9, "hash_ids": [1, 2]}
-    path.write_text("\n".join(json.dumps(entry | {"input_length": 600 + i}) for i in range(4)))
-    return path
 
 
 def test_a_turn_contains_all_earlier_turns() -> None:
@@ -55,14 +45,6 @@ def test_conversations_follow_each_other_without_repetition(num_rounds: int) -> 
     assert len({tuple(work.token_ids) for work in done}) == len(done)
 
 
-def test_a_trace_is_split_round_robin_and_repeated_unchanged(trace: Path) -> None:
-    done = played(TraceShare(trace, None, index=1, of=2, num_rounds=3))
-    assert [len(work.token_ids) for work in done] == [601, 603] * 3
-    assert len({work.work_id for work in done}) == 6
-
-
-@pytest.mark.parametrize("is_chat", [True, False])
-def test_unlimited_rounds_do_not_end(is_chat: bool, trace: Path) -> None:  # noqa: FBT001
-    workload: Workload = ChatShare(1, 0, 2, 3, None) if is_chat else TraceShare(trace, None, 0, 1, None)
-    done = played(workload, most=200)
+def test_unlimited_rounds_do_not_end() -> None:
+    done = played(ChatShare(1, 0, 2, 3, None), most=200)
     assert len({work.work_id for work in done}) == len(done) == 200

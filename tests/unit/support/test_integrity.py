@@ -4,13 +4,14 @@ from collections.abc import Callable
 
 import pytest
 
+from kvpool.core.blocks.integrity import IntegrityError
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, MapId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from support.core import World
-from support.integrity import IntegrityError, check_integrity
+from support.integrity import check_integrity
 
 Cook = Callable[[KVCacheManager, Session], object]
 

@@ -1,11 +1,13 @@
 """Listening on host names."""
 
+import asyncio
 import socket
+import ssl
 from typing import Any
 
 import pytest
 
-from kvpool.wire.acceptor import bound_listeners
+from kvpool.wire.acceptor import Acceptor, bound_listeners
 
 
 def resolve_to(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
@@ -39,3 +41,31 @@ def test_a_name_without_an_address_that_can_be_bound_is_refused(monkeypatch: pyt
     resolve_to(monkeypatch, "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="already in use"):
         bound_listeners("node", taken.getsockname()[1])
+
+
+async def test_a_connection_at_the_moment_of_the_close_causes_no_error() -> None:
+    loop, errors = asyncio.get_running_loop(), list[dict[str, Any]]()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+    acceptor = Acceptor(asyncio.Protocol)
+    port = await acceptor.listen("127.0.0.1", 0)
+    await asyncio.sleep(0)  # it waits for connections
+    loop.call_soon(acceptor.close)  # in the iteration of the loop that also finds the connection
+    with socket.create_connection(("127.0.0.1", port)):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    assert not errors
+
+
+async def test_a_connection_whose_handshake_has_not_begun_is_closed() -> None:
+    loop = asyncio.get_running_loop()
+
+    async def close_before_the_handshake() -> None:
+        loop.call_soon(acceptor.close)  # the task of the handshake begins after this
+
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    acceptor = Acceptor(asyncio.Protocol, tls, admit=close_before_the_handshake)
+    port = await acceptor.listen("127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    assert await reader.read() == b""
+    writer.close()
+    await writer.wait_closed()

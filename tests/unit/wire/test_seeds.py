@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.core.errors import AbortedError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
 from kvpool.wire.errors import DeadlineError
-from kvpool.wire.seeds import AddressBook, PrimarySearch, ShardAddress
+from kvpool.wire.seeds import AddressBook, PrimarySearch
 
 A, B, C, D = "a:1", "b:1", "c:1", "d:1"
 GONE = UnavailableError("UNAVAILABLE", "nothing listens there")
@@ -63,29 +63,6 @@ def test_rule_2_a_lower_term_is_not_followed() -> None:
     assert D not in book.candidates
     fails(search, book, primary(5, D))
     assert book.target == D
-
-
-def test_rule_2_the_terms_of_a_shard_that_was_created_again_on_other_machines_are_followed() -> None:
-    book = AddressBook((A,))
-    book.learn_members((A, B))
-    book.report(40, (A,), (B,))
-    book.report(41, (B,), (A,))
-    book.learn_members((C, D))
-    assert (book.target, book.term, book.others) == (C, 0, (D, A))
-    book.report(1, (C,), (D,))
-    book.report(2, (D,), ("e:1",))
-    book.report(3, ("e:1",), ())
-    assert (book.target, book.term, book.members) == ("e:1", 3, ("e:1",))
-
-
-def test_rule_2_a_known_member_in_the_directory_leaves_the_known_term() -> None:
-    book = AddressBook((A,))
-    book.learn_members((A, B))
-    book.report(5, (A,), (B,))
-    book.learn_members((B, C))
-    assert (book.target, book.term, book.members) == (A, 5, (B, C))
-    book.report(6, (C,), (B,))
-    assert book.target == C
 
 
 def test_rule_2_the_terms_of_a_shard_that_was_created_again_at_the_same_addresses_are_followed() -> None:
@@ -244,7 +221,7 @@ def test_without_a_report_of_standbys_all_other_addresses_are_others() -> None:
 def test_all_members_are_asked_in_a_round_also_if_the_seeds_are_gone() -> None:
     seeds = tuple(f"old-{number}:1" for number in range(16))
     book = AddressBook(seeds)
-    book.learn_members((C, D))
+    book.report(1, (), (C, D))
     search, asked = PrimarySearch(book), []
     while True:
         asked.append(book.target)
@@ -257,28 +234,8 @@ def test_all_members_are_asked_in_a_round_also_if_the_seeds_are_gone() -> None:
 def test_rule_1_any_server_is_asked_where_one_is_unavailable() -> None:
     book = AddressBook((A, B))
     search = PrimarySearch(book, is_any=True)
-    unknown = UnavailableError("DIRECTORY_UNKNOWN", "")
+    unknown = UnavailableError("STOPPING", "")
     assert fails(search, book, unknown) == 0.0
     assert book.target == B
     assert fails(search, book, unknown) == 0.05
     assert fails(PrimarySearch(book, is_any=True), book, NotFoundError("POOL_NOT_FOUND", "")) is None
-
-
-def test_the_server_that_was_asked_is_called_first_if_it_is_of_the_shard() -> None:
-    assert ShardAddress.of("s", ["a:1", "b:1"], "unix:/c").addresses == ("unix:/c", "a:1", "b:1")
-    assert ShardAddress.of("s", ["a:1", "b:1"], "b:1").addresses == ("b:1", "a:1")
-    assert ShardAddress.of("s", ["a:1", "b:1"]).addresses == ("a:1", "b:1")
-    assert ShardAddress.of("", [], "unix:/c").addresses == ()
-
-
-def test_a_location_has_the_valid_ones_of_the_first_addresses() -> None:
-    many = [f"new-{number}:1" for number in range(300)]
-    assert ShardAddress.of("s", ["http://x:1", "a:1,b:1", "unix:relative", *many]).addresses == tuple(many[:13])
-    assert ShardAddress.of("", many) == ShardAddress("", ())
-
-
-@pytest.mark.parametrize("addresses", [[], ["http://x:1", "", "a:1,b:1", "unix:/a,b", "a:99999"]])
-def test_a_location_without_a_valid_address_is_refused(addresses: list[str]) -> None:
-    with pytest.raises(UnavailableError, match="no valid address of a server of shard 's'") as caught:
-        ShardAddress.of("s", addresses)
-    assert caught.value.reason == "NO_ADDRESS"

@@ -12,7 +12,7 @@ from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.client.transports.step_stream import StepStream, StreamTransport
-from kvpool.client.transports.watches import WatchCall, observe_shard
+from kvpool.client.transports.watches import WatchCall, observe_servers
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import step_pb2
 from kvpool.wire.channels import ClientCredentials
@@ -55,7 +55,7 @@ class AsyncioGrpcTransport(GrpcTransport):
         return _StepStream(session_id, lease_timer, self)
 
     def _start_observation(self) -> None:
-        self._observation = asyncio.create_task(observe_shard(self, self._access.shard))
+        self._observation = asyncio.create_task(observe_servers(self))
 
     def _end_observation(self) -> None:
         if self._observation:

@@ -20,7 +20,7 @@ from kvpool.client.primary_connection import REPLACED, PrimaryConnection
 from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.client.transports.step_stream import StepStream, StreamTransport
-from kvpool.client.transports.watches import WatchCall, observe_shard
+from kvpool.client.transports.watches import WatchCall, observe_servers
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.v1 import step_pb2
 from kvpool.wire.channels import ClientCredentials
@@ -29,6 +29,8 @@ from kvpool.wire.errors import DeadlineError, not_sent_error
 _OPEN: Final = ClientCredentials()
 _TAKING_SECONDS: Final = 0.002
 """Time limit for the sending thread to take a message that is sent ahead."""
+_LOST_SECONDS: Final = 1.0
+"""Interval of renewals while no stream is open, which would show that the session has ended."""
 
 
 class BlockingGrpcTransport(GrpcTransport):
@@ -68,9 +70,7 @@ class BlockingGrpcTransport(GrpcTransport):
         return _StepStream(session_id, lease_timer, self)
 
     def _start_observation(self) -> None:
-        threading.Thread(
-            target=lambda: run(observe_shard(self, self._access.shard)), name="kvpool-directory", daemon=True
-        ).start()
+        threading.Thread(target=lambda: run(observe_servers(self)), name="kvpool-directory", daemon=True).start()
 
     def _end_observation(self) -> None:
         self._closed.set()
@@ -98,11 +98,14 @@ class _StepStream(StepStream):
         """Set when the sending thread has taken the message that was put last."""
         self._due_seconds = inf
         self._closed = threading.Event()
+        self._woken = threading.Event()
+        """Set when a call has ended, and with `_closed`: the session may have ended, too."""
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
 
     def end(self) -> None:
         """See `StepStream`."""
         self._closed.set()
+        self._woken.set()
         super().end()
 
     def end_call(self) -> None:
@@ -113,7 +116,10 @@ class _StepStream(StepStream):
     def _open_call(self, link: ServerLink) -> object:
         self._outgoing = queue.SimpleQueue()
         with _on_open_channel(self._connection, link):
-            return link.allocator.Schedule(self._messages(self._outgoing))
+            call = link.allocator.Schedule(self._messages(self._outgoing))
+        if not call.add_callback(self._woken.set):  # it has ended
+            self._woken.set()
+        return call
 
     async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
         del due_seconds
@@ -160,13 +166,15 @@ class _StepStream(StepStream):
 
     def _keep_alive(self) -> None:
         renewal_seconds = time.monotonic() + self._period_seconds
-        while not self._closed.wait(self._pause_seconds(renewal_seconds)):
+        while True:
+            is_due = self._woken.wait(self._pause_seconds(renewal_seconds)) or time.monotonic() >= renewal_seconds
+            self._woken.clear()
             call = self._call
             if call is not None and time.monotonic() >= self._due_seconds:
                 call.cancel()  # ends the wait in _read()
-            if self._ended_by and self._due_seconds == inf:  # no step waits, and none will
+            if self._closed.is_set() or (self._ended_by and self._due_seconds == inf):  # no step waits, and none will
                 return
-            if time.monotonic() < renewal_seconds:
+            if not is_due:
                 continue
             try:
                 run(self._renew())
@@ -174,7 +182,8 @@ class _StepStream(StepStream):
                 if self._renewal_failed(error):
                     renewal_seconds = inf
                     continue
-            renewal_seconds = time.monotonic() + self._period_seconds
+            is_lost = call is None or not call.is_active()
+            renewal_seconds = time.monotonic() + min(self._period_seconds, _LOST_SECONDS if is_lost else inf)
 
 
 class _WatchCall(WatchCall):

@@ -12,7 +12,6 @@ from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import closed_error
 from kvpool.client.transports.transport import (
     EventBatch,
-    HeldRequest,
     OpenedSession,
     SessionOptions,
     WatchKind,
@@ -27,7 +26,6 @@ from kvpool.core.commands import (
     CreatePool,
     MarkExecuted,
     OpenSession,
-    ResumeSession,
     SetWeightsVersion,
 )
 from kvpool.core.ids import PoolName, SessionId
@@ -36,8 +34,9 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.core.views.event_log import EventLog
-from kvpool.core.views.pool_info import PoolInfo
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from kvpool.v1.pool_pb2 import PoolInfo
+from kvpool.wire.picture import pool_info
 
 EMBEDDED: Final = "embedded:"
 """The address of the core in this process."""
@@ -101,13 +100,17 @@ class EmbeddedTransport:
             self._execute(AttachStream(session_id))  # it ends with this process, so it needs no lease
             pool, session = self._session(session_id)
             self._publish(pool)
-            return self._opened(pool, session)
-
-    async def resume_session(self, session_id: str, sequence: int, pool: str = "") -> OpenedSession:
-        """See `Transport`; for use by another part of this process."""
-        del pool
-        with self._lock:
-            return self._opened(*self._session(self._execute(ResumeSession(session_id, sequence))))
+            return OpenedSession(
+                self,
+                _Calls(self, session_id),
+                session_id,
+                pool.config,
+                session.lease_seconds,
+                pool.epoch,
+                session.session_number,
+                LeaseTimer(inf, 0.0),
+                session.weights_version,
+            )
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
         """Applies a step of a session."""
@@ -161,7 +164,7 @@ class EmbeddedTransport:
         return self._state.sessions.find(session_id, time.monotonic())
 
     def _describe(self, pool: KVCacheManager) -> PoolInfo:
-        return self._state.pools.describe(pool, self._logs[pool.config.name].last_sequence)
+        return pool_info(pool, self._state.pools.state_of(pool), self._logs[pool.config.name].last_sequence)
 
     def _snapshot(self, pool: KVCacheManager, sequence: int) -> list[EventBatch]:
         walk, now = SnapshotCursor(pool), time.time()
@@ -171,33 +174,6 @@ class EmbeddedTransport:
 
     def _publish(self, pool: KVCacheManager) -> None:
         self._logs[pool.config.name].take_from(pool, time.time())
-
-    def _opened(self, pool: KVCacheManager, session: Session) -> OpenedSession:
-        held = (
-            HeldRequest(
-                request.request_id,
-                max(request.number, 0),
-                request.num_tokens,
-                request.num_computed_tokens,
-                tuple(tuple(table.block_ids) for table in request.tables),
-                request.lora_name or "",
-                request.hashes[-1] if request.hashes else b"",
-            )
-            for request in session.requests.values()
-        )
-        return OpenedSession(
-            self,
-            _Calls(self, session.current_id),
-            session.current_id,
-            pool.config,
-            session.lease_seconds,
-            pool.epoch,
-            session.session_number,
-            LeaseTimer(inf, 0.0),
-            session.sequence,
-            tuple(held),
-            session.weights_version,
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,11 @@
 
 import secrets
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.transports.transport import (
     EventBatch,
-    HeldRequest,
     OpenedSession,
     SessionCalls,
     SessionOptions,
@@ -17,16 +15,16 @@ from kvpool.client.transports.transport import (
     WatchOptions,
 )
 from kvpool.core.ids import SessionNumber
-from kvpool.core.ranks.messages import PoolState, RankState
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.views.pool_info import PoolInfo
 from kvpool.v1 import allocator_pb2, event_pb2
+from kvpool.v1.pool_pb2 import PoolInfo, PoolState, RankState
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
+from kvpool.wire.readable import word
 
-_AWAY_STATES: Final = (RankState.ABSENT, RankState.SILENT, RankState.LOST)
+_AWAY_STATES: Final = (RankState.RANK_STATE_ABSENT, RankState.RANK_STATE_SILENT, RankState.RANK_STATE_LOST)
 _MAX_SHOWN_RANKS: Final = 16
 
 _KINDS: Final = {
@@ -37,18 +35,11 @@ _KINDS: Final = {
     event_pb2.WATCH_RESPONSE_KIND_HEARTBEAT: WatchKind.HEARTBEAT,
 }
 
-_PoolResponse = allocator_pb2.CreatePoolResponse | allocator_pb2.GetPoolResponse | allocator_pb2.WaitUntilReadyResponse
-
 
 def create_pool_request(config: PoolConfig, memory_id: str = "") -> allocator_pb2.CreatePoolRequest:
     """Makes a CreatePoolRequest."""
     message = wire_pools.config_to_proto(config, with_none_hash=True)
     return allocator_pb2.CreatePoolRequest(config=message, memory_id=memory_id)
-
-
-def read_pool(response: _PoolResponse) -> PoolInfo:
-    """Reads a pool's state."""
-    return wire_pools.info_from_proto(response.pool)
 
 
 def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
@@ -57,10 +48,10 @@ def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
     Raises:
         DeadlineError: It is not; the message states the state of the pool and of its ranks.
     """
-    if pool.state is PoolState.READY:
+    if pool.state == PoolState.POOL_STATE_READY:
         return pool
     absent = [str(rank.rank) for rank in pool.ranks if rank.state in _AWAY_STATES]
-    message = f"pool {pool.config.name!r} is {pool.state.value} after {timeout_seconds:g} s"
+    message = f"pool {pool.config.name!r} is {word(PoolState, pool.state)} after {timeout_seconds:g} s"
     if absent:
         shown = ", ".join(absent[:_MAX_SHOWN_RANKS]) + (", ..." if len(absent) > _MAX_SHOWN_RANKS else "")
         message += f"; {len(absent)} of {len(pool.ranks)} ranks are not there: {shown}"
@@ -89,23 +80,13 @@ def set_weights_version_request(session_id: str, weights_version: str) -> alloca
     )
 
 
-def resume_session_request(session_id: str, sequence: int) -> allocator_pb2.ResumeSessionRequest:
-    """Makes a ResumeSessionRequest. Its key allows the call to be repeated."""
-    return allocator_pb2.ResumeSessionRequest(
-        session_id=session_id,
-        sequence=sequence,
-        resume_key=secrets.token_urlsafe(24),
-        protocol_version=PROTOCOL_VERSION,
-    )
-
-
 def read_session(
-    response: allocator_pb2.OpenSessionResponse | allocator_pb2.ResumeSessionResponse,
+    response: allocator_pb2.OpenSessionResponse,
     sent_seconds: float,
     transport: Transport,
     open_calls: Callable[[str, LeaseTimer], SessionCalls],
 ) -> OpenedSession:
-    """Reads a session that was opened or resumed.
+    """Reads a session that was opened.
 
     Args:
         response: The answer of the call.
@@ -113,33 +94,18 @@ def read_session(
         transport: The transport of the session.
         open_calls: Makes what makes the session's calls, given its id and lease.
     """
-    session, config = response.session, wire_pools.config_from_proto(response.config)
+    session = response.session
     lease_timer = LeaseTimer(session.lease_seconds, sent_seconds)
-    opened = OpenedSession(
+    return OpenedSession(
         transport,
         open_calls(session.session_id, lease_timer),
         session.session_id,
-        config,
+        wire_pools.config_from_proto(response.config),
         session.lease_seconds,
         session.epoch,
         SessionNumber(session.session_number),
         lease_timer,
-        weights_version=session.weights_version,
-    )
-    if isinstance(response, allocator_pb2.OpenSessionResponse):
-        return opened
-    return replace(opened, sequence=response.sequence, held=tuple(map(_held_request, response.requests)))
-
-
-def _held_request(request: allocator_pb2.HeldRequest) -> HeldRequest:
-    return HeldRequest(
-        request.request_id,
-        request.request_number,
-        request.num_tokens,
-        request.num_computed_tokens,
-        tuple(tuple(table.block_ids) for table in request.tables),
-        request.lora_name,
-        request.last_block_hash,
+        session.weights_version,
     )
 
 

@@ -3,13 +3,16 @@
 1. Without a snapshot, a watch ends with the first failure.
 2. With a snapshot, it continues with the next batch after a lost connection, if the server process is the same.
 3. Where it cannot continue, it requests another snapshot: the batches are no longer kept, or the server restarted.
+4. A pool that no longer exists has no cached blocks. It may come back, so the watch continues.
 """
 
+from dataclasses import replace
 from typing import Final
 
 from kvpool.client.transports import messages
 from kvpool.client.transports.transport import EventBatch, WatchKind, WatchOptions
 from kvpool.core.errors import KvpoolError, NotFoundError, UnavailableError, WrongStateError
+from kvpool.core.events import AllBlocksCleared
 from kvpool.v1 import event_pb2
 from kvpool.wire.backoff import Backoff
 
@@ -23,7 +26,7 @@ class ResumableWatch:
     def __init__(self, options: WatchOptions) -> None:
         self._options = options
         self._is_whole = False
-        self._has_begun = False
+        self._has_begun = self._has_pool = False
         self._last = EventBatch(0)
         self._backoff = Backoff(0.05, 2.0)
 
@@ -45,13 +48,20 @@ class ResumableWatch:
     def read(self, response: event_pb2.WatchResponse) -> EventBatch | None:
         """Reads a message; None for the first message of a call that does not begin with a snapshot."""
         batch = self._last = messages.read_batch(response)
-        self._has_begun = True
+        self._has_begun = self._has_pool = True
         if batch.kind is not WatchKind.START:
             self._backoff.reset()  # the call has made progress
         if batch.kind is WatchKind.SNAPSHOT_END:
             self._is_whole = True
         is_hidden = batch.kind is WatchKind.START and (self._is_whole or not self._options.snapshot)
         return None if is_hidden else batch
+
+    def lost_pool(self, error: KvpoolError) -> EventBatch | None:
+        """The batch that clears all blocks, once, if a call failed because the pool no longer exists."""
+        if not (self._has_pool and isinstance(error, NotFoundError)):
+            return None
+        self._is_whole = self._has_pool = False
+        return replace(self._last, kind=WatchKind.BATCH, events=(AllBlocksCleared(),))
 
     def pause_seconds(self, error: KvpoolError) -> float:
         """Returns the pause before the next call, after one that failed.

@@ -13,33 +13,10 @@ from kvpool.core.events import BlockEvent
 from kvpool.core.ids import SessionNumber
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step, StepResult
-from kvpool.core.views.pool_info import PoolInfo
+from kvpool.v1.pool_pb2 import PoolInfo
 
 DEFAULT_HEARTBEAT_SECONDS: Final = 5.0
 """Interval of heartbeats of a watch with a snapshot."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeldRequest:
-    """A request of a resumed session, as the service knows it.
-
-    Attributes:
-        request_id: Its id.
-        number: Its number in steps; 0 if steps cannot name it.
-        num_tokens: Tokens that the service knows, prompt and output.
-        num_computed_tokens: Tokens that have slots, hits included.
-        block_ids: Its block table of each group; block 0 where the attention no longer reads.
-        lora_name: Its LoRA, if the service knows it.
-        last_block_hash: Hash of its last full hash block; empty if it has none.
-    """
-
-    request_id: str
-    number: int
-    num_tokens: int
-    num_computed_tokens: int
-    block_ids: tuple[tuple[int, ...], ...]
-    lora_name: str
-    last_block_hash: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +64,7 @@ class SessionCalls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OpenedSession:
-    """A session that the service opened or resumed.
+    """A session that the service opened.
 
     Attributes:
         transport: The transport that opened it.
@@ -98,8 +75,6 @@ class OpenedSession:
         epoch: The pool's epoch.
         session_number: Its number on the server, never used again; not secret.
         lease_timer: The time for which the lease is certain to last; renewed by the transport.
-        sequence: Number of its last change.
-        held: Its requests, if it was resumed.
         weights_version: Its weights version.
     """
 
@@ -111,8 +86,6 @@ class OpenedSession:
     epoch: int
     session_number: SessionNumber
     lease_timer: LeaseTimer
-    sequence: int = 0
-    held: tuple[HeldRequest, ...] = ()
     weights_version: str = ""
 
 
@@ -181,10 +154,10 @@ def watch_options(pool: str, from_sequence: int, heartbeat_seconds: float | None
     return WatchOptions(pool, from_sequence, snapshot, heartbeat_seconds)
 
 
-class Service(Protocol):
-    """Pools and their sessions, as a client sees them. Every method raises `KvpoolError`.
+class Transport(Protocol):
+    """The service of one server, or of a primary and its standbys. Every method raises `KvpoolError`.
 
-    The methods of a service for asyncio suspend while they wait; those of a blocking service never suspend.
+    The coroutines of a transport for asyncio suspend while they wait; those of a blocking one never suspend.
     """
 
     @property
@@ -203,18 +176,11 @@ class Service(Protocol):
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         """Opens a session on a pool."""
 
-    async def resume_session(self, session_id: str, sequence: int, pool: str = "") -> OpenedSession:
-        """Takes a session over from the process that drove it. The pool says where it is; empty: not known."""
-
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """Begins a watch, which is established when this returns."""
 
     async def close(self) -> None:
         """Ends all connections."""
-
-
-class Transport(Service, Protocol):
-    """The service of one shard."""
 
     def check_usable(self) -> None:
         """Raises WrongStateError if this process cannot make calls. Cheap: it is called for each step."""

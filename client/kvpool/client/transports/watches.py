@@ -1,4 +1,4 @@
-"""Watches of a pool's block events, over all servers that come to have it; and observation of a shard's servers."""
+"""Watches of a pool's block events, over all servers that come to have it; and observation of the servers."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -43,15 +43,15 @@ class WatchCall(ABC):
         return UnavailableError("SILENT", f"no message came for {self._silence_seconds} s")
 
 
-class WatchedShard(Protocol):
-    """What a watch needs of the transport to a shard."""
+class WatchedServers(Protocol):
+    """What a watch needs of the transport."""
 
     @property
     def connection(self) -> PrimaryConnection:
         """The connection to the primary."""
 
     def observe(self) -> None:
-        """Observes the shard from now on."""
+        """Observes the servers from now on."""
 
     def open_watch(
         self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
@@ -64,46 +64,45 @@ class WatchedShard(Protocol):
 
 _Begun = tuple[ServerLink, WatchCall, event_pb2.WatchResponse]
 """The link of a call, the call, and its first message."""
-_Find = Callable[[], Awaitable[WatchedShard]]
 
 
 async def begin_watch(
-    shard: WatchedShard, options: WatchOptions, deadline_seconds: float, find: _Find | None
+    servers: WatchedServers, options: WatchOptions, deadline_seconds: float
 ) -> AsyncGenerator[EventBatch]:
-    """Begins a watch, which is established when this returns. See `GrpcTransport.watch` for the arguments."""
+    """Begins a watch, which is established when this returns: within the deadline if several addresses are known."""
     state = ResumableWatch(options)
-    attempt = partial(_first_call, shard, state)
-    shard.observe()
-    has_others = shard.connection.has_others
-    begun = await shard.connection.call(
-        attempt, deadline_seconds if has_others else inf, shard.sleep if has_others else None
+    attempt = partial(_first_call, servers, state)
+    servers.observe()
+    has_others = servers.connection.has_others
+    begun = await servers.connection.call(
+        attempt, deadline_seconds if has_others else inf, servers.sleep if has_others else None
     )
-    return _batches(shard, state, begun, find)
+    return _batches(servers, state, begun)
 
 
-async def _first_call(shard: WatchedShard, state: ResumableWatch, link: ServerLink, timeout_seconds: float) -> _Begun:
+async def _first_call(
+    servers: WatchedServers, state: ResumableWatch, link: ServerLink, timeout_seconds: float
+) -> _Begun:
     """Starts a watch. The connection limits its time: a watch has no deadline."""
     del timeout_seconds
-    call = _open(shard, state, link)
+    call = _open(servers, state, link)
     try:
         return link, call, await call.read()
     except BaseException as error:
         call.cancel()
         if isinstance(error, KvpoolError):
-            shard.connection.check()  # closed meanwhile
+            servers.connection.check()  # closed meanwhile
         raise
 
 
-def _open(shard: WatchedShard, state: ResumableWatch, link: ServerLink) -> WatchCall:
-    return shard.open_watch(link, "events", state.request(), state.silence_seconds)
+def _open(servers: WatchedServers, state: ResumableWatch, link: ServerLink) -> WatchCall:
+    return servers.open_watch(link, "events", state.request(), state.silence_seconds)
 
 
-async def _batches(
-    shard: WatchedShard, state: ResumableWatch, begun: _Begun, find: _Find | None
-) -> AsyncGenerator[EventBatch]:
+async def _batches(servers: WatchedServers, state: ResumableWatch, begun: _Begun) -> AsyncGenerator[EventBatch]:
     message: event_pb2.WatchResponse | None
     link, call, message = begun
-    search = shard.connection.new_search()
+    search = servers.connection.new_search()
     while True:
         try:
             try:
@@ -112,36 +111,28 @@ async def _batches(
                     message = None
                     if batch:
                         yield batch
-                        shard.connection.check()
-                        search = shard.connection.new_search()
+                        servers.connection.check()
+                        search = servers.connection.new_search()
             finally:
                 call.cancel()
         except KvpoolError as error:
-            shard.connection.check()
+            servers.connection.check()
             pause_seconds = state.pause_seconds(error)  # a watch never ends, and has its own pauses
-            is_lost = shard.connection.next_target(search, link.address, error) is not None
-        await shard.sleep(pause_seconds)
-        shard.connection.check()
-        if is_lost and find:
-            with contextlib.suppress(KvpoolError):
-                found = await find()
-                if found is not shard:
-                    shard, search = found, found.connection.new_search()
-                    shard.observe()
-        link = await shard.connection.link()
-        call = _open(shard, state, link)
+            lost_pool = state.lost_pool(error)
+            servers.connection.next_target(search, link.address, error)
+        if lost_pool:
+            yield lost_pool
+        await servers.sleep(pause_seconds)
+        servers.connection.check()
+        link = await servers.connection.link()
+        call = _open(servers, state, link)
 
 
-async def observe_shard(shard: WatchedShard, name: str) -> None:
-    """Observes the servers of a shard until the client is closed. See `PrimaryConnection.observe`.
-
-    Args:
-        shard: The transport to the shard.
-        name: Name of the shard; empty for that of any server.
-    """
+async def observe_servers(servers: WatchedServers) -> None:
+    """Observes the servers until the client is closed. See `PrimaryConnection.observe`."""
 
     def watch(link: ServerLink) -> Callable[[], Awaitable[directory_pb2.Shard]]:
-        call = shard.open_watch(link, "directory", directory_pb2.DirectoryServiceWatchRequest(shard=name))
+        call = servers.open_watch(link, "directory", directory_pb2.DirectoryServiceWatchRequest())
 
         async def read() -> directory_pb2.Shard:
             found: directory_pb2.Shard = (await call.read()).shard
@@ -152,5 +143,5 @@ async def observe_shard(shard: WatchedShard, name: str) -> None:
     backoff = Backoff(0.5, 0.5)
     with contextlib.suppress(WrongStateError):  # closed
         while True:
-            if not await shard.connection.observe(watch):
-                await shard.sleep(backoff.next())
+            if not await servers.connection.observe(watch):
+                await servers.sleep(backoff.next())

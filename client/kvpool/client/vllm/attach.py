@@ -18,8 +18,10 @@ from kvpool.client.vllm.logs import log_with_vllm
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
 from kvpool.client.vllm.version_check import check_version
+from kvpool.client.vllm.weights import default_weights_version, unknown_weights_version
 from kvpool.core.specs.longest_request import shortfall
 from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.v1.pool_pb2 import PoolInfo
 
 if TYPE_CHECKING:
     from kvpool.lending.lender_client import LenderClient
@@ -36,6 +38,7 @@ class Attachment:
     Attributes:
         client: Connection to the service.
         session: The engine's session.
+        memory_id: Name of the engine's memory; empty if the engine's workers form the pool.
         lender: Connection to the lender of rank 0; None if the engine has memory of its own.
         watcher: Closes the session if the engine's process is killed; None if the lender does, or the engine's memory
             or process is not its own.
@@ -43,12 +46,16 @@ class Attachment:
 
     client: Client
     session: Session
+    memory_id: str
     lender: "LenderClient | None"
     watcher: ExitWatcher | None
 
 
-def attach(scheduler: Any, settings: Settings) -> Attachment:
+def attach(scheduler: Any, settings: Settings, lost: Attachment | None = None) -> Attachment:
     """Opens an engine's session in its pool. Creates the pool, unless the engine's workers form it, in lent memory.
+
+    `lost` is the engine's attachment whose session has ended: the memory is attached again. An operator may have stated
+    another version of the weights to that session, so that the engine hits only what it computes from then on.
 
     Raises:
         UnsupportedError: The engine uses a feature that the service does not support.
@@ -60,19 +67,23 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
     if settings.memory:
         check_lendable(scheduler.vllm_config)
         _check_worker(scheduler.vllm_config.parallel_config.worker_cls)
+    if settings.memory_id and scheduler.vllm_config.model_config.enable_sleep_mode:
+        raise UnsupportedError(
+            "sleep mode with a memory_id", "it discards contents that other engines hit: use `memory`"
+        )
     pool = settings.pool
     config = pool_config(scheduler, pool)
-    _warn_of(config)
     client_name = settings.client_name or process_name("vllm")
+    weights_version = settings.weights_version
+    if settings.shares_memory and not weights_version:
+        weights_version = default_weights_version(scheduler.vllm_config)
     with ExitStack() as stack:  # closes all after an error
-        client = stack.enter_context(
-            connect(settings.address, deadline_seconds=settings.deadline_seconds, zone=settings.zone)
-        )
+        client = stack.enter_context(connect(settings.address, deadline_seconds=settings.deadline_seconds))
         if settings.memory:
             client.wait_until_ready(pool, timeout_seconds=settings.deadline_seconds)
             memory_id = ""  # the ranks report their memory
         else:
-            memory_id = settings.memory_id or f"vllm-{uuid.uuid4()}"
+            memory_id = lost.memory_id if lost else settings.memory_id or f"vllm-{uuid.uuid4()}"
             client.create_pool(config, memory_id=memory_id)
         session = stack.enter_context(
             client.open_session(
@@ -82,14 +93,16 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
                 memory_id=memory_id,
                 min_blocks=settings.min_blocks,
                 max_blocks=settings.max_blocks,
-                weights_version=settings.weights_version,
+                weights_version=unknown_weights_version() if lost else weights_version,
             )
         )
         if settings.memory:
             _check_same(config, session.config)
         elif config.enable_caching and session.config.hash_scheme.none_hash != config.hash_scheme.none_hash:
             raise UnsupportedError("tokens with a salt", "vLLM computes the hashes: give requests a cache_salt instead")
-        lender = _bound_lender(settings, client_name, session, stack) if settings.memory else None
+        lender = _bound_lender(settings, scheduler.vllm_config, session, stack) if settings.memory else None
+        info = client.get_pool(pool)
+        _warn_of(config, settings, info)
         watcher = _watcher(settings, session)
         stack.pop_all()
     _log.info(
@@ -100,15 +113,17 @@ def attach(scheduler: Any, settings: Settings) -> Attachment:
             "epoch": session.epoch,
             "memory": settings.memory or memory_id,
             "blocks": config.num_blocks,
+            "cached_blocks": info.cached_blocks,
             "address": settings.address,
             "async_scheduling": bool(scheduler.scheduler_config.async_scheduling),
         },
     )
-    return Attachment(client, session, lender, watcher)
+    return Attachment(client, session, memory_id, lender, watcher)
 
 
-def _warn_of(config: PoolConfig) -> None:
-    if error := shortfall(config):
+def _warn_of(config: PoolConfig, settings: Settings, info: PoolInfo) -> None:
+    reserved_for_others = info.reserved_blocks - settings.min_blocks  # as the session holds no block yet
+    if error := shortfall(config, reserved_for_others, settings.max_blocks):
         _log.warning("too few blocks for max_model_len", extra={"pool": config.name, "error": error})
     if error := config.rare_hits:
         _log.warning("prefixes hit rarely", extra={"pool": config.name, "error": error})
@@ -132,20 +147,19 @@ def _check_same(own: PoolConfig, declared: PoolConfig) -> None:
         raise ValueError(f"kvpool: engine and scheduler differ in {field} of pool {own.name}")
 
 
-def _bound_lender(settings: Settings, client_name: str, session: Session, stack: ExitStack) -> "LenderClient":
+def _bound_lender(settings: Settings, vllm_config: Any, session: Session, stack: ExitStack) -> "LenderClient":
     """Names the session to the lender of rank 0, which reports it as gone when this process has exited, too."""
-    from kvpool.lending.lender_client import connect_lender  # noqa: PLC0415 - imports torch, for lent memory only
+    from kvpool.client.vllm.lenders import connect_to_lender  # noqa: PLC0415 - imports torch, for lent memory only
 
-    lender = connect_lender(
-        settings.memory_of(0),
-        session.config.name,
-        settings.memory_token(),
-        f"{client_name} scheduler",
-        timeout_seconds=settings.deadline_seconds,
-    )
+    lender = connect_to_lender(settings, vllm_config.parallel_config, 0, "scheduler")
     stack.callback(lender.close)
     lender.bind(session.table_lease)
     return lender
+
+
+def has_own_process() -> bool:
+    """Returns whether vLLM has started this process for the engine, which is not in the process of its user then."""
+    return multiprocessing.current_process().name.startswith("EngineCore")
 
 
 def _watcher(settings: Settings, session: Session) -> ExitWatcher | None:
@@ -154,7 +168,6 @@ def _watcher(settings: Settings, session: Session) -> ExitWatcher | None:
     An engine in the process of its user ends with it. Workers of a killed engine may run a step to its end, in memory
     that other engines share: the lease and the quarantine wait for them.
     """
-    is_own_process = multiprocessing.parent_process() is not None
-    if settings.memory or settings.memory_id or not is_own_process:
+    if settings.shares_memory or not has_own_process():
         return None
     return ExitWatcher(settings.address, session, settings.deadline_seconds)

@@ -67,7 +67,7 @@ class BatchedRequests:
 
     def allocate(self, builder: StepBuilder, request: EngineRequest, session_request: Request, num_tokens: int) -> None:
         """Adds tokens of one request: several tokens, rejected drafts, or a model where tokens in flight matter."""
-        in_flight = getattr(request, "num_in_flight_tokens", 0)
+        in_flight = request.num_in_flight_tokens
         options = AllocationOptions(num_in_flight_tokens=in_flight) if in_flight else DEFAULT_OPTIONS
         answer = builder.allocate_slots(
             session_request,
@@ -84,9 +84,9 @@ class BatchedRequests:
         self.grants[request_id] = (blocks, num_tokens)
         self._new_blocks.append(_NewBlocks(request_id, blocks, answer, place))
 
-    def resolve(self) -> set[str]:
-        """Completes the grants after the answer, or if no message is needed; returns the ids of refused requests."""
-        refused: set[str] = set()
+    def resolve(self) -> dict[str, Outcome]:
+        """Completes the grants after the answer, or if no message is needed; returns the refused requests, by id."""
+        refused: dict[str, Outcome] = {}
         for request_id, blocks, answer, place in self._new_blocks:
             if isinstance(answer, Decodes):
                 blocks.block_ids, outcome = answer.new_blocks[place], answer.refused.get(place)
@@ -95,7 +95,7 @@ class BatchedRequests:
             else:
                 blocks.block_ids, outcome = answer.new_blocks or self._no_blocks.block_ids, answer.outcome
             if outcome:
-                refused.add(request_id)
+                refused[request_id] = outcome
                 _, num_tokens = self.grants.pop(request_id)
                 self.num_tokens -= num_tokens
                 if outcome is not Outcome.SKIPPED:  # else the service did not try it

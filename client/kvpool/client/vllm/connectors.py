@@ -5,7 +5,7 @@ admits the request or, for asynchronous loads, by the step that caches them.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -24,12 +24,12 @@ def unsupported_connector(scheduler: Any, groups: tuple[KVCacheGroup, ...]) -> t
     """Returns why the scheduler's KV connectors are not supported, and a remedy; None if they are."""
     if len(groups) > 1 or not isinstance(groups[0].spec, FullAttentionSpec):
         return "KV connectors with groups other than one of full attention", "set no kv_transfer_config"
-    if getattr(scheduler, "needs_kv_cache_zeroing", False):
+    if scheduler.needs_kv_cache_zeroing:
         return "KV connectors with zeroing of blocks", "set no kv_transfer_config"
     connector = scheduler.connector
     for each in getattr(connector, "_connectors", (connector,)):  # those of a MultiConnector
         kind = type(each)
-        if any(getattr(kind, name, None) is not getattr(KVConnectorBase_V1, name, None) for name in _BINDS):
+        if any(getattr(kind, name) is not getattr(KVConnectorBase_V1, name) for name in _BINDS):
             return f"{kind.__name__}, which uses vLLM's own block pool", "use another connector"
     return None
 
@@ -83,13 +83,11 @@ class UncertainLoads:
 class DeferredFrees:
     """The part of vLLM's block pool that the scheduler uses: frees blocks when no step in flight can write them."""
 
-    def __init__(self, batcher: StepBatcher) -> None:
-        self._batcher = batcher
-
-    def free_blocks(self, requests: Iterable[Request]) -> None:
+    @staticmethod
+    def free_blocks(frees: Iterable[Callable[[], None]]) -> None:
         """Frees what `KVCacheManager.pop_blocks_for_free` returned."""
-        for request in requests:
-            self._batcher.free(request)
+        for free in frees:
+            free()
 
 
 class Coordinator:

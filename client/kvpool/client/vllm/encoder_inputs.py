@@ -44,9 +44,13 @@ class EncoderInputs:
         """Predicts how many of the new tokens of a running request vLLM schedules, and takes their encoder inputs."""
         if self._ahead is None:
             self._ahead = _SchedulerAhead(self._scheduler)
-        shift = getattr(self._scheduler, "num_prefill_lookahead", int(self._scheduler.use_eagle))
         inputs, num_tokens, budget, *_ = Scheduler._try_schedule_encoder_inputs(  # noqa: SLF001 - its rules, not a copy
-            self._ahead, request, request.num_computed_tokens, num_new_tokens, self._budget, shift_computed_tokens=shift
+            self._ahead,
+            request,
+            request.num_computed_tokens,
+            num_new_tokens,
+            self._budget,
+            shift_computed_tokens=self._scheduler.num_prefill_lookahead,
         )
         if num_tokens:
             self._budget = budget
@@ -68,10 +72,9 @@ class _SchedulerAhead:
         manager.cached = {each: set(request_ids) for each, request_ids in manager.cached.items()}
         manager.freeable = manager.freeable.copy()
         manager.freed = []
-        if hasattr(manager, "request_cached_ids"):  # since 0.32
-            manager.request_cached_ids = {}  # read only where inputs are freed
-            manager.request_hash_refs = {}  # since 0.33; counts these
-            manager.num_embeds_by_hash = manager.num_embeds_by_hash.copy()
+        manager.request_cached_ids = {}  # read only where inputs are freed
+        manager.request_hash_refs = {}  # since 0.33; counts these
+        manager.num_embeds_by_hash = manager.num_embeds_by_hash.copy()
         self.encoder_cache_manager = manager
         self._scheduler = scheduler
 

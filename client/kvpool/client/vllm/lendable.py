@@ -8,10 +8,17 @@ from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
 from kvpool.client.vllm.pool_config import UnsupportedError, config_of
 from kvpool.client.vllm.versions import VERSION
+from kvpool.client.vllm.weights import ordered_text
+from kvpool.core.errors import WrongStateError
 from kvpool.core.ranks.messages import DeclaredMemory
+from kvpool.v1.pool_pb2 import PoolInfo
 
 _VERSIONS: Final = ("0.32.", "0.33.")
 _LENT: Final = "in lent memory"
+_IMAGES: Final = (
+    *("media_io_kwargs", "mm_encoder_attn_dtype", "mm_processor_kwargs", "video_pruning_method", "video_pruning_rate"),
+)
+"""Options on which embeddings of images depend, and which vLLM's hashes of images lack."""
 
 
 def check_version() -> None:
@@ -33,6 +40,15 @@ def check_lendable(vllm_config: Any) -> None:
         raise UnsupportedError(f"drafts with pipeline parallelism {_LENT}", "use tensor parallelism")
     if vllm_config.cache_config.use_replayssm:
         raise UnsupportedError(f"ReplaySSM {_LENT}", "its tuning at the start writes to blocks of other engines")
+
+
+def check_same(vllm_config: Any, pool: PoolInfo) -> None:
+    """Raises WrongStateError if an engine has another model than those that use the memory, as far as is known yet."""
+    theirs = dict(pool.fingerprint)
+    for name, own in _engine_fingerprint(vllm_config).items():
+        if theirs and own != theirs.get(name):
+            message = f"{own!r}, the engines that use the memory have {theirs.get(name)!r}"
+            raise WrongStateError("MEMORY_DIFFERS", message, field=f'fingerprint["{name}"]')
 
 
 def declared_memory(vllm_config: Any, kv_cache_config: Any, pool: str) -> DeclaredMemory:
@@ -58,28 +74,39 @@ def _size_bytes(kv_cache_config: Any) -> int:
 
 def _fingerprint(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     """What the contents of a block depend on, apart from its tokens, the hashed keys and the weights version."""
-    from vllm.distributed.kv_transfer.kv_connector.utils import (  # noqa: PLC0415 - older versions lack it
+    from vllm.distributed.kv_transfer.kv_connector.utils import (  # noqa: PLC0415 - needed in lent memory only
         get_current_attn_backends,
     )
 
     backends = get_current_attn_backends(vllm_config)
-    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
-    speculative = vllm_config.speculative_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        **_engine_fingerprint(vllm_config),
+        "cp_kv_cache_interleave_size": str(vllm_config.parallel_config.cp_kv_cache_interleave_size),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "kv_cache_dtype_skip_layers": " ".join(sorted(set(cache.kv_cache_dtype_skip_layers))),
+        "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
+        "model_config": _digest(model.hf_config.to_json_string(use_diff=False)),
+        "multimodal": _digest(ordered_text([getattr(model.multimodal_config, name, None) for name in _IMAGES])),
+        "quantization_config": _digest(ordered_text(model.quantization_config)),
+        # Stages of a pipeline have layers of their own.
+        "rank_attention_backend": " ".join(sorted(".".join(each.full_cls_name()) for each in backends)),
+        "rank_placement": _placement(kv_cache_config),
+    }
+
+
+def _engine_fingerprint(vllm_config: Any) -> dict[str, str]:
+    """The part that the model's layers do not change when they are made."""
+    model, parallel, speculative = vllm_config.model_config, vllm_config.parallel_config, vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     return {
         "decode_context_parallel_size": str(parallel.decode_context_parallel_size),
         "draft_model": draft.model if draft is not None else "",
         "dtype": str(model.dtype).removeprefix("torch."),
         "expert_parallel": str(bool(parallel.enable_expert_parallel)).lower(),
-        "kv_cache_dtype": str(cache.cache_dtype),
-        "kv_cache_layout": str(kv_cache_config.kv_cache_layout),
         "model": str(model.model),
-        "model_config": hashlib.sha256(model.hf_config.to_json_string(use_diff=False).encode()).hexdigest(),
         "pipeline_parallel_size": str(parallel.pipeline_parallel_size),
         "quantization": str(model.quantization or ""),
-        # Stages of a pipeline have layers of their own.
-        "rank_attention_backend": " ".join(sorted(".".join(each.full_cls_name()) for each in backends)),
-        "rank_placement": _placement(kv_cache_config),
         "revision": str(model.revision or ""),
         "tensor_parallel_size": str(parallel.tensor_parallel_size),
         "vllm_version": VERSION,
@@ -92,4 +119,8 @@ def _placement(kv_cache_config: Any) -> str:
         (tensor.layers, tensor.offset, tensor.layer_stride, tensor.block_stride)
         for tensor in kv_cache_config.kv_cache_tensors
     ]
-    return hashlib.sha256(json.dumps(tensors).encode()).hexdigest()
+    return _digest(json.dumps(tensors))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

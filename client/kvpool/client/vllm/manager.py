@@ -4,8 +4,8 @@ Every result equals that of vLLM's own manager, block for block, unless other se
 decides which messages are sent, and when.
 """
 
-from collections.abc import Iterable
-from itertools import takewhile
+from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Final
 
@@ -22,10 +22,10 @@ from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.connectors import Coordinator, DeferredFrees, UncertainLoads
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.step_batcher import StepBatcher
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS, SPECS
+from kvpool.client.vllm.versions import SPECS
+from kvpool.client.vllm.weights import unknown_weights_version
 from kvpool.core.errors import check_range
 from kvpool.core.ids import NULL_BLOCK
-from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
 _RUNNING: Final = RequestStatus.RUNNING
@@ -42,7 +42,7 @@ class KVCacheManager:
         empty_kv_cache_blocks: Represents no blocks.
         block_pool: Frees blocks later.
         loads: Loads of a KV connector; None without one, and if no other engine shares the memory.
-        keeps_prefixes: Whether resets of the prefix cache leave it as it is.
+        keeps_prefixes: Whether the next reset of the prefix cache leaves it as it is.
     """
 
     mamba_shared_prefix_checkpoint = False
@@ -54,22 +54,25 @@ class KVCacheManager:
         self.session = session
         self.events = events
         self.keeps_prefixes = False
+        self._shares_memory = shares_memory
         self.enable_caching = config.enable_caching
         self.empty_kv_cache_blocks = KVCacheBlocks([()] * len(config.groups))
         self.prefix_cache_stats = PrefixCacheStats() if scheduler.log_stats else None
-        self.batcher = StepBatcher(session, scheduler)
+        self._has_connector = scheduler.connector is not None
+        self.batcher = StepBatcher(session, scheduler, is_private=not (shares_memory or self._has_connector))
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         self.coordinator = Coordinator(config.spans_tokens, specs, self.batcher.requests)
         self.coordinator.enable_partial_hash_hits = config.partial_hits
-        self.block_pool = DeferredFrees(self.batcher)
-        self._has_connector = scheduler.connector is not None
+        self.block_pool = DeferredFrees()
         self.loads = UncertainLoads(self.batcher) if self._has_connector and shares_memory else None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
+        # Preempted requests that steps in flight may write, which the session knows until then: admitted again later.
+        self._freed_later: set[str] = set()
         self._span_tokens, self._hit_tokens = config.hash_block_size, config.hit_alignment
         self._lookahead_tokens = config.hash_scheme.num_lookahead_tokens
         self._num_reprefillable = config.num_reprefillable_tokens
         self._zeroed_groups: list[int] = []
-        if getattr(scheduler, "needs_kv_cache_zeroing", False):
+        if scheduler.needs_kv_cache_zeroing:
             self._zeroed_groups = [i for i, spec in enumerate(specs) if isinstance(spec, SPECS.AttentionSpec)]
         self._new_ids_to_zero: list[int] = []
 
@@ -84,12 +87,12 @@ class KVCacheManager:
 
         Returns:
             Blocks and tokens; and the shared prefix boundary, where the scheduler ends a step so that the states there
-            are kept, in versions of vLLM that expect it. Without such states it is 0: the service knows it.
+            are kept. Without such states it is 0: the service knows it.
         """
         del max_cache_hit_length
         self.batcher.settle()
         blocks, num_tokens, boundary = self.empty_kv_cache_blocks, 0, 0
-        if not request.skip_reading_prefix_cache:
+        if not request.skip_reading_prefix_cache and request.request_id not in self._freed_later:
             if request.request_id not in self.batcher.admitted:
                 self.batcher.admit_waiting(request)
             admitted = self.batcher.admitted.get(request.request_id)
@@ -99,7 +102,7 @@ class KVCacheManager:
                 blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.publish_hit(request, blocks.block_ids)
-        return (blocks, num_tokens, boundary) if COUNTS_ADMISSIONS else (blocks, num_tokens)
+        return blocks, num_tokens, boundary
 
     def get_computed_blocks_for_connector(
         self, request: EngineRequest, max_cache_hit_length: None = None
@@ -117,12 +120,8 @@ class KVCacheManager:
     def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int, int]:
         """Looks up the cached prefix of a request that was not admitted ahead."""
         session_request = self.batcher.session_request(request)
-        builder = self.batcher.builder_for(session_request)
-        lookup = builder.get_computed_blocks if COUNTS_ADMISSIONS else builder.count_computed_blocks
-        answer = lookup(session_request)
+        answer = self.batcher.builder_for(session_request).get_computed_blocks(session_request)
         self.batcher.send()
-        if not COUNTS_ADMISSIONS:
-            self.record_prefix_cache_stats(request, answer.num_hit_tokens)
         boundary = answer.shared_prefix_boundary_tokens
         if not answer.num_hit_tokens:
             return self.empty_kv_cache_blocks, 0, boundary
@@ -147,6 +146,8 @@ class KVCacheManager:
     ) -> KVCacheBlocks | None:
         """Allocates slots for new tokens; None if blocks are missing. Parameters are those of vLLM's manager."""
         del skip_zeroing_group_ids
+        if request.request_id in self._freed_later:
+            return None
         if request.status is _RUNNING:
             grant = self.batcher.take_grant(request, num_new_tokens)
             if grant:
@@ -166,7 +167,7 @@ class KVCacheManager:
         watermark = self.batcher.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
         options = AllocationOptions(
             num_external_computed_tokens,
-            getattr(request, "num_in_flight_tokens", 0) if self.batcher.windowed else 0,
+            request.num_in_flight_tokens if self.batcher.windowed else 0,
             reserved_blocks,
             watermark,
             full_sequence_must_fit,
@@ -186,6 +187,7 @@ class KVCacheManager:
         )
         self.batcher.send()
         if not answer.ok:
+            self.batcher.note_refused(request.request_id, answer.outcome)
             self._note_refused(request)
             return None
         self.batcher.tokens_left -= num_new_tokens
@@ -203,7 +205,7 @@ class KVCacheManager:
         vLLM does not preempt such a request while a KV connector may load into freed blocks: it waits for its output.
         """
         if self._has_connector and request.status is _RUNNING:
-            num_known_tokens = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+            num_known_tokens = request.num_computed_tokens - request.num_in_flight_tokens
             self._cached_tokens.setdefault(request.request_id, max(num_known_tokens, 0))
 
     def _new_blocks(self, answer: Answer) -> KVCacheBlocks | None:
@@ -228,31 +230,42 @@ class KVCacheManager:
         if self._new_ids_to_zero:  # of a request that is preempted in the round that gave it blocks
             freed = {block_id for ids in session_request.block_ids for block_id in ids}
             self._new_ids_to_zero = [each for each in self._new_ids_to_zero if each not in freed]
-        if request.status is not _RUNNING:
+        # vLLM hashes a preempted session again: the hash of a block can cover a token that its next input has replaced.
+        is_hashed_again = self._lookahead_tokens and request.resumable
+        if request.status is not _RUNNING or is_hashed_again:
             self.batcher.free(session_request)
         elif session_request.declared:
             self.batcher.deliver(lambda builder: builder.preempt(session_request), session_request)
         self.batcher.forget(request.request_id)  # only now, as the calls above can raise
         self._cached_tokens.pop(request.request_id, None)
 
-    def pop_blocks_for_free(self, request: EngineRequest) -> list[Request]:
+    def pop_blocks_for_free(self, request: EngineRequest) -> list[Callable[[], None]]:
         """Forgets a request whose blocks may still be written by steps in flight.
 
         Returns:
-            What `block_pool.free_blocks` frees later: the session's request in the place of its blocks.
+            What `block_pool.free_blocks` calls later, in the place of blocks. By then the session may be another one.
         """
         self.batcher.forget(request.request_id)
         self._cached_tokens.pop(request.request_id, None)
         session_request = self.batcher.requests.pop(request.request_id, None)
         if self.loads and session_request:
             self.loads.forget(session_request)
-        return [session_request] if session_request and session_request.declared else []
+        if session_request is None or not session_request.declared:
+            return []
+        self._freed_later.add(request.request_id)
+        return [partial(self._free_later, session_request)]
+
+    def _free_later(self, session_request: Request) -> None:
+        self._freed_later.discard(session_request.request_id)
+        self.batcher.free(session_request)
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """Caches the full blocks of the first tokens that are not cached yet."""
         if not self.enable_caching:
             return
         session_request = self.batcher.requests[request.request_id]
+        # Tokens without slots count as computed, see `allocate_slots`.
+        num_computed_tokens = min(num_computed_tokens, session_request.num_computed_tokens)
         num_hashed_tokens = session_request.num_tokens - self._lookahead_tokens
         if min(num_computed_tokens, num_hashed_tokens) // self._span_tokens > self._num_cached_blocks(session_request):
             self.batcher.builder_for(session_request).cache_blocks(session_request, num_computed_tokens)
@@ -282,22 +295,31 @@ class KVCacheManager:
     # ---- other calls of the scheduler
 
     def reset_prefix_cache(self) -> bool:
-        """Clears the prefix cache; False if a request of any session holds a block."""
-        if self.keeps_prefixes:
+        """Clears the prefix cache; False if a request holds a block.
+
+        Shared memory has the prefixes of other engines, too. There, this engine no longer hits what was cached before,
+        as with other weights, and its requests that hold blocks continue, but cache no further ones.
+        """
+        if self.keeps_prefixes or self._shares_memory:
             self.batcher.flush()  # the blocks of preempted requests
+        if self.keeps_prefixes:
             return True
-        answer = self.batcher.builder.reset_prefix_cache()
-        self.batcher.send()
-        if answer.ok and self.prefix_cache_stats is not None:
+        if self._shares_memory:
+            forget_weights(self)
+        else:
+            answer = self.batcher.builder.reset_prefix_cache()
+            self.batcher.send()
+            if not answer.ok:
+                return False
+        if self.prefix_cache_stats is not None:
             self.prefix_cache_stats.reset = True
-        return answer.ok
+        return True
 
     @property
     def usage(self) -> float:
-        """Fraction of the pool's blocks that are not available to this engine, as of its last step."""
-        if not self.session.sequence:  # no step was answered yet
-            return self.session.pool().usage
-        return 1.0 - self.session.free_blocks / (self.session.config.num_blocks - 1)
+        """Fraction of the pool's blocks that are not available to this engine, as of its last step; 0 before it."""
+        unavailable = 1.0 - self.session.free_blocks / (self.session.config.num_blocks - 1)
+        return unavailable if self.session.sequence else 0.0
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Returns all blocks of a request."""
@@ -318,20 +340,6 @@ class KVCacheManager:
         spans = self.session.config.spans_tokens
         return tuple(list(ids[: cdiv(num_computed_tokens, span)]) for ids, span in zip(tables, spans, strict=True))
 
-    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """Counts, per group of full attention, the leading blocks that all requests with blocks share."""
-        self.batcher.settle()
-        counts = [0] * len(self.session.config.groups)
-        if not self.enable_caching:
-            return counts
-        tables = [each.block_ids for each in self.batcher.requests.values() if any(each.block_ids)]
-        mine = self.batcher.requests[running_request_id].block_ids
-        for i, group in enumerate(self.session.config.groups):
-            if isinstance(group.spec, FullAttentionSpec):
-                shared = zip(mine[i], *[table[i] for table in tables], strict=False)
-                counts[i] = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, shared))
-        return counts
-
     def estimate_cached_tokens(self, request: EngineRequest) -> int:
         """Number of tokens of the request in blocks that all groups have cached."""
         session_request = self.batcher.requests.get(request.request_id)
@@ -340,7 +348,7 @@ class KVCacheManager:
         return self._num_cached_blocks(session_request) * self._span_tokens // self._hit_tokens * self._hit_tokens
 
     def record_prefix_cache_stats(self, request: EngineRequest, num_hits: int) -> None:
-        """Counts the look-up of a request. Newer versions of vLLM call this when the request is admitted."""
+        """Counts the look-up of a request, when it is admitted."""
         if self.prefix_cache_stats is not None and self._looks_up(request):
             self.prefix_cache_stats.record(
                 num_tokens=request.num_tokens, num_hits=num_hits, preempted=request.num_preemptions > 0
@@ -376,3 +384,10 @@ class KVCacheManager:
         """Returns nothing: KV connectors are not supported with Mamba states."""
         del request
         return []
+
+
+def forget_weights(manager: KVCacheManager) -> None:
+    """Has an engine hit only what it computes from now on, until an operator states the weights version."""
+    manager.batcher.set_weights_version(unknown_weights_version())
+    if manager.events:
+        manager.events.publish_cleared()

@@ -10,6 +10,7 @@ from kvpool.client.vllm.manager import KVCacheManager
 
 NOT_CALLED: Final = {
     "create_kv_cache_blocks": "called only by the manager itself",
+    "get_num_common_prefix_blocks": "called by no version since 0.32",
     "prefix_cache_lookup_enabled": "called only by the manager itself",
     "truncate_computed_blocks": "called if a KV connector continues a hit that ends within a block",
     "record_blocks_for_zeroing": "called if blocks that KV connectors load are zeroed",

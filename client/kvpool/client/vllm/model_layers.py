@@ -37,9 +37,12 @@ def build(folder: str, arguments: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - as above
     from vllm.model_executor.model_loader.utils import initialize_model  # noqa: PLC0415 - as above
     from vllm.platforms import current_platform  # noqa: PLC0415 - as above
+    from vllm.utils.import_utils import resolve_obj_by_qualname  # noqa: PLC0415 - as above
 
     unread = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True}
     config = EngineArgs(model=folder, **unread, **arguments).create_engine_config()
+    # As in an engine: on a CPU, the worker's module replaces what models ask of a GPU as they are built.
+    resolve_obj_by_qualname(config.parallel_config.worker_cls)
     with set_current_vllm_config(config):
         _start_ranks(config.parallel_config.tensor_parallel_size)
         text = config.model_config.hf_text_config

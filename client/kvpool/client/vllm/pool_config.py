@@ -1,6 +1,7 @@
 """Converts an engine's KV cache configuration to that of a pool. Refuses unsupported features at the start."""
 
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from fractions import Fraction
@@ -9,19 +10,16 @@ from typing import Any, Final
 from kvpool.client.vllm.connectors import unsupported_connector
 from kvpool.client.vllm.versions import (
     AUX_OUTPUTS_READ_POOL,
-    COUNTS_ADMISSIONS,
     KEEPS_BLOCK_BEFORE_BOUNDARY,
-    REUSE_ORDER,
     SHARES_READ_STATES,
     SPECS,
-    TAGS_KEYS,
     VERSION,
     block_hash_root,
 )
 from kvpool.core.ids import PoolName
 from kvpool.core.specs import kinds
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec
-from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig
+from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, PoolConfig, ReuseOrder
 
 _HASHES: Final = {
     "sha256": ("vllm_sha256", 32),  # over the pickled block
@@ -43,7 +41,6 @@ _ATTENTION: Final[dict[type, type[AttentionSpec]]] = {
         kinds.ChunkedLocalAttentionSpec,
         kinds.CrossAttentionSpec,
     )
-    if hasattr(SPECS, kind.__name__)  # older versions lack some
 }
 """By kind of attention in vLLM: the kind in the service, which has the same name."""
 
@@ -85,33 +82,34 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
         groups=groups,
-        reuse_order=REUSE_ORDER,
+        reuse_order=ReuseOrder.UNCACHED_FIRST,
         enable_caching=caches,
         enable_events=events is not None and bool(events.enable_kv_cache_events),
         use_eagle=_drops_eagle_block(vllm_config),
         dcp_world_size=vllm_config.parallel_config.decode_context_parallel_size,
         hash_scheme=_hash_scheme(cache_config.prefix_caching_hash_algo, vllm_config) if caches else HashScheme(),
-        max_in_flight_tokens=getattr(vllm_config, "max_in_flight_tokens", 0),
+        max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
         keeps_block_before_boundary=KEEPS_BLOCK_BEFORE_BOUNDARY and _drops_eagle_block(vllm_config),
-        num_reprefillable_tokens=max(getattr(vllm_config, "num_prefill_lookahead_tokens", 0) - 1, 0) if caches else 0,
+        num_reprefillable_tokens=max(vllm_config.num_prefill_lookahead_tokens - 1, 0) if caches else 0,
         shares_read_states=SHARES_READ_STATES and has_states,
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
-    unit = getattr(cache_config, "prefix_match_unit", None)
-    if caches and unit not in (None, config.hash_block_size):
-        config = replace(config, prefix_match_unit=unit)
-    return _with_partial_hits(config, kv_cache_config) if caches and COUNTS_ADMISSIONS else config
+    if not caches:
+        return config
+    if cache_config.prefix_match_unit not in (None, config.hash_block_size):
+        config = replace(config, prefix_match_unit=cache_config.prefix_match_unit)
+    return _with_partial_hits(config, kv_cache_config)
 
 
 def _with_partial_hits(config: PoolConfig, kv_cache_config: Any) -> PoolConfig:
-    """Has hits end within blocks of states and of full attention where newer versions have it so."""
+    """Has hits end within blocks of states and of full attention where vLLM has it so."""
     unit, is_sharded = config.hash_block_size, config.dcp_world_size > 1
     specs = [kinds.allocation_spec(group.spec) for group in config.groups]
     cached = [(spec, span) for spec, span in zip(specs, config.spans_tokens, strict=True) if spec.is_cached]
     states = [span for spec, span in cached if kinds.has_gaps(spec)]
     others = [span for spec, span in cached if not (kinds.has_gaps(spec) or isinstance(spec, kinds.FullAttentionSpec))]
-    interval = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    interval = kv_cache_config.prefix_cache_retention_interval
     if any(span > unit or (is_sharded and span == unit) for span in states) and {*others} <= {unit}:
         if config.hash_scheme.num_lookahead_tokens or config.num_reprefillable_tokens:
             hint = "set disable_lookahead_block_hashes in speculative_config"
@@ -136,7 +134,7 @@ def _groups(groups: Iterable[Any]) -> tuple[KVCacheGroup, ...]:
 
     A flag applies to all groups with an equal spec, as vLLM looks them up together.
     """
-    drafted = [group.kv_cache_spec for group in groups if getattr(group, "is_eagle_group", False)]
+    drafted = [group.kv_cache_spec for group in groups if group.is_eagle_group]
     return tuple(
         KVCacheGroup(
             spec_of(group.kv_cache_spec),
@@ -147,19 +145,32 @@ def _groups(groups: Iterable[Any]) -> tuple[KVCacheGroup, ...]:
     )
 
 
+def check_process(arguments: Any) -> None:
+    """Raises UnsupportedError if vLLM would continue the engine after a fault, or from an image of its process.
+
+    `arguments` are vLLM's `EngineArgs` or its `ParallelConfig`.
+    """
+    # A mock of a config, as in vLLM's own tests, has every attribute.
+    if arguments.enable_fault_tolerance is True:
+        raise UnsupportedError("enable_fault_tolerance", "leave it out; a step that failed would count as executed")
+    if "vllm.snapshot.server" in sys.orig_argv:  # started by `vllm snapshot create`
+        raise UnsupportedError("vllm snapshot", "use vllm serve; a restored engine has no session")
+
+
 def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Raises UnsupportedError if the engine uses a feature that the service does not support."""
     groups = kv_cache_config.kv_cache_groups
+    check_process(vllm_config.parallel_config)
     if vllm_config.observability_config.kv_cache_metrics:
         raise UnsupportedError("kv_cache_metrics", "the service samples block lifetimes")
-    if getattr(vllm_config, "diffusion_config", None) is not None:  # vLLM has schedulers of their own for them
+    if vllm_config.diffusion_config is not None:  # vLLM has schedulers of their own for them
         raise UnsupportedError("diffusion models")
     _check_lookups(vllm_config)
     if not groups:
         raise UnsupportedError("models without a KV cache")
     for group in groups:
         _check_group(group, vllm_config.parallel_config.decode_context_parallel_size)
-    if COUNTS_ADMISSIONS and vllm_config.cache_config.enable_prefix_caching:
+    if vllm_config.cache_config.enable_prefix_caching:
         drops_block = _drops_eagle_block(vllm_config)
         moves_states = drops_block or _num_hash_lookahead_tokens(vllm_config) > 1
         _check_cached(_cached_specs(groups), drops_block=drops_block, moves_states=moves_states)
@@ -168,7 +179,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
 def _check_lookups(vllm_config: Any) -> None:
     """Refuses features that look blocks up by other rules."""
     # A mock of a config, as in vLLM's own tests, has every attribute.
-    if getattr(vllm_config.cache_config, "enable_mamba_shared_prefix_checkpoint", False) is True:
+    if vllm_config.cache_config.enable_mamba_shared_prefix_checkpoint is True:
         raise UnsupportedError("enable_mamba_shared_prefix_checkpoint", "leave it out")
     if AUX_OUTPUTS_READ_POOL and vllm_config.aux_output_config.enabled:  # hits end where that pool has no block
         raise UnsupportedError("returned routed experts", "they limit hits to what vLLM's own block pool has")
@@ -177,11 +188,11 @@ def _check_lookups(vllm_config: Any) -> None:
 def _cached_specs(groups: Iterable[Any]) -> list[Any]:
     """The specs of the groups that take part in prefix caching."""
     specs = [group.kv_cache_spec for group in groups]
-    return [spec for spec in specs if getattr(spec, "prefix_cacheable", True)]
+    return [spec for spec in specs if spec.prefix_cacheable]
 
 
 def _check_group(group: Any, dcp_world_size: int) -> None:
-    if getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
+    if group.host_resident or group.role != "default":
         raise UnsupportedError("HiSparse groups", _HISPARSE)
     if dcp_world_size > 1 and any(map(_is_replicated, _layer_specs(group.kv_cache_spec))):
         raise UnsupportedError("attention layers that decode context parallelism replicates")
@@ -194,16 +205,16 @@ def _layer_specs(spec: Any) -> Iterable[Any]:
 def _is_replicated(spec: Any) -> bool:
     """Whether every rank of decode context parallelism holds all tokens of a kind that is sharded in the service."""
     kind = _ATTENTION.get(type(spec))
-    return kind is not None and kind.is_sharded and not getattr(spec, "dcp_sharded", True)
+    return kind is not None and kind.is_sharded and not spec.dcp_sharded
 
 
 def _check_cached(specs: list[Any], *, drops_block: bool, moves_states: bool) -> None:
-    """Refuses configurations that newer versions cache by different rules."""
+    """Refuses configurations that vLLM caches by different rules."""
     hint = "set enable_prefix_caching=False"
     for spec in [spec for spec in specs if isinstance(spec, SPECS.MambaSpec)]:
         if spec.mamba_cache_mode != "align":
             raise UnsupportedError(f"prefix caching with mamba_cache_mode={spec.mamba_cache_mode!r}", hint)
-        if moves_states and getattr(spec, "prefill_checkpoint_alignment", None):  # vLLM keys them by other positions
+        if moves_states and spec.prefill_checkpoint_alignment:  # vLLM keys them by other positions
             raise UnsupportedError("EAGLE with prefix caching of Mamba states that kernels write within a step", hint)
     if _has_sizes(specs) and any(isinstance(spec, SPECS.ChunkedLocalAttentionSpec) for spec in specs):
         raise UnsupportedError("prefix caching of chunks beside blocks of other sizes", hint)  # vLLM fails at look-ups
@@ -219,7 +230,7 @@ def _has_sizes(specs: list[Any]) -> bool:
 
 
 def _num_hash_lookahead_tokens(vllm_config: Any) -> int:
-    """Number of tokens after its block that a hash covers; older versions know none."""
+    """Number of tokens after its block that a hash covers; 0.32 knows none."""
     return getattr(vllm_config, "num_hash_lookahead_tokens", 0)
 
 
@@ -227,19 +238,19 @@ def _drops_eagle_block(vllm_config: Any) -> bool:
     speculative_config = vllm_config.speculative_config
     if speculative_config is None or _num_hash_lookahead_tokens(vllm_config):  # the hash covers the token that follows
         return False
-    return bool(getattr(speculative_config, "use_eagle_block_drop", speculative_config.use_eagle)())
+    return bool(speculative_config.use_eagle_block_drop())
 
 
 def _retention_tokens(kv_cache_config: Any) -> int | None:
     """Interval at which sliding windows and states are cached; None if all blocks are cached.
 
-    Newer versions never cache all blocks if block sizes differ. Without an interval they cache windows at each multiple
-    of the largest common block.
+    vLLM never caches all blocks if block sizes differ. Without an interval it caches windows at each multiple of the
+    largest common block.
     """
-    tokens: int | None = getattr(kv_cache_config, "prefix_cache_retention_interval", None)
+    tokens: int | None = kv_cache_config.prefix_cache_retention_interval
     specs = _cached_specs(kv_cache_config.kv_cache_groups)
     is_sparse = any(isinstance(spec, (SPECS.SlidingWindowSpec, SPECS.MambaSpec)) for spec in specs)
-    if COUNTS_ADMISSIONS and _has_sizes(specs):
+    if _has_sizes(specs):
         if not is_sparse:
             return 0
         return math.lcm(*(spec.block_size for spec in specs)) if tokens is None else tokens
@@ -250,9 +261,8 @@ def _hash_scheme(algorithm: str, vllm_config: Any) -> HashScheme:
     if algorithm not in _HASHES:
         raise UnsupportedError(f"prefix_caching_hash_algo={algorithm!r}", f"known: {', '.join(_HASHES)}")
     name, size_bytes = _HASHES[algorithm]
-    key_form = KeyForm.TAGGED if TAGS_KEYS else KeyForm.PLAIN
     num_lookahead_tokens = _num_hash_lookahead_tokens(vllm_config)
-    return HashScheme(name, size_bytes, block_hash_root(algorithm), key_form, num_lookahead_tokens)
+    return HashScheme(name, size_bytes, block_hash_root(algorithm), KeyForm.TAGGED, num_lookahead_tokens)
 
 
 def spec_of(spec: Any) -> KVCacheSpec:
@@ -271,11 +281,11 @@ def spec_of(spec: Any) -> KVCacheSpec:
             tuple(tuple(shape) for shape in spec.shapes),
             tuple(_dtype(dtype) for dtype in spec.dtypes),
             spec.page_size_padded or 0,
-            str(getattr(spec.mamba_type, "name", spec.mamba_type)).lower(),
+            spec.mamba_type.name.lower(),
             spec.num_speculative_blocks,
-            getattr(spec, "num_prefill_checkpoint_blocks", 0),
-            only_step_ends=COUNTS_ADMISSIONS and spec.mamba_cache_mode == "align",
-            prefill_checkpoint_alignment=getattr(spec, "prefill_checkpoint_alignment", None) or 0,
+            spec.num_prefill_checkpoint_blocks,
+            only_step_ends=spec.mamba_cache_mode == "align",
+            prefill_checkpoint_alignment=spec.prefill_checkpoint_alignment or 0,
         )
     if kind not in _ATTENTION:
         raise UnsupportedError(f"{kind.__name__} groups", _HISPARSE if kind.__name__.startswith("HiSparse") else "")
@@ -285,14 +295,14 @@ def spec_of(spec: Any) -> KVCacheSpec:
 def _attention(spec: Any) -> AttentionSpec:
     """Converts a spec by the names of its fields, which are vLLM's. The engine declares the sizes of state and page."""
     own_kind = _ATTENTION[type(spec)]
-    values: dict[str, Any] = {field.name: getattr(spec, field.name, 0) or 0 for field in fields(own_kind)}
+    values: dict[str, Any] = {field.name: getattr(spec, field.name, 0) or field.default for field in fields(own_kind)}
     values.update(dtype=_dtype(spec.dtype), page_size_padded=0, state_content_bytes=0)
     values.pop("cache_dtype_str", "")  # the size of a state says enough
     states_per_token = 1
     if 0 < values["tokens_per_state"] < 1:  # several states per token, which are one larger state here
         states_per_token = Fraction(values.pop("tokens_per_state")).denominator
     made = own_kind(**values)
-    content_bytes = getattr(spec, "state_content_size_bytes", 0) * states_per_token
+    content_bytes = spec.state_content_size_bytes * states_per_token
     if content_bytes not in (0, made.head_elements_bytes):
         made = replace(made, state_content_bytes=content_bytes)
     if spec.page_size_bytes == made.page_size_bytes:

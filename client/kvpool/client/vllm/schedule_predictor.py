@@ -14,6 +14,7 @@ from collections.abc import Collection
 from itertools import islice
 from typing import Any, Final
 
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.request import Request, RequestStatus
 
 from kvpool.client.vllm.encoder_inputs import EncoderInputs, needs_encoder, num_embeds
@@ -35,20 +36,20 @@ class SchedulePredictor:
         config = scheduler.scheduler_config
         self.max_tokens = min(scheduler.max_num_scheduled_tokens, config.max_num_batched_tokens)
         self._long_prefill_tokens = config.long_prefill_token_threshold
-        self._max_running = getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs)
-        self._sampled = getattr(scheduler, "num_sampled_tokens_per_step", 1)
+        self._max_running = scheduler.max_num_active_reqs
+        self._sampled = scheduler.num_sampled_tokens_per_step
         self.num_lookahead_tokens = scheduler.num_lookahead_tokens
         self.encoder_inputs = EncoderInputs(scheduler)
         drafter = scheduler.vllm_config.speculative_config
-        self._splits_at_states = bool(getattr(scheduler, "need_mamba_block_aligned_split", False))
-        self._reserves_lookahead = getattr(scheduler, "num_prefill_lookahead", 0) > 1
+        self._splits_at_states = bool(scheduler.need_mamba_block_aligned_split)
+        self._reserves_lookahead = scheduler.num_prefill_lookahead > 1
         self._is_plain = (
             not getattr(drafter, "max_num_new_slots_for_drafting", 0)
-            and getattr(scheduler, "ec_connector", None) is None
-            and not getattr(scheduler, "is_encoder_decoder", False)
+            and scheduler.ec_connector is None
+            and not scheduler.is_encoder_decoder
             and not scheduler.use_pp
-            and not getattr(config, "long_prefill_token_threshold_adaptive", False)
-            and getattr(scheduler, "local_prefill_interval", 1) == 1
+            and not config.long_prefill_token_threshold_adaptive
+            and getattr(scheduler, "local_prefill_interval", 1) == 1  # since 0.33
         )
         self._predicts_admissions = (
             self._is_plain
@@ -56,13 +57,9 @@ class SchedulePredictor:
             and bool(config.enable_chunked_prefill)
             and not self._splits_at_states  # the hit determines where an admission ends
             and scheduler.connector is None  # it is called between look-up and allocation
-            and not getattr(scheduler, "prefix_replay_tokens", 0)  # of a hit, some tokens are computed again
+            and not scheduler.prefix_replay_tokens  # of a hit, some tokens are computed again
         )
-        self._can_restart = (
-            drafter is None and scheduler.connector is None and not getattr(scheduler, "needs_kv_cache_zeroing", False)
-        )
-        # The threshold of newer versions does not apply to a single request.
-        self._exempts_lone_request = hasattr(scheduler, "kv_holding_waiting")
+        self._can_restart = drafter is None and scheduler.connector is None and not scheduler.needs_kv_cache_zeroing
 
     def begin_round(self) -> None:
         """Forgets the encoder inputs of the round before."""
@@ -118,27 +115,25 @@ class SchedulePredictor:
         Args:
             is_admitting: Whether the first waiting request is predicted too.
         """
-        queues = ("waiting", "kv_holding_waiting", "skipped_waiting")  # the names differ between versions
-        waiting = any(getattr(self._scheduler, queue, ()) for queue in queues)
-        return self._can_restart and not self.encoder_inputs.is_changed and (is_admitting or not waiting)
+        waits = bool(self._scheduler.waiting or self._scheduler.kv_holding_waiting)
+        return self._can_restart and not self.encoder_inputs.is_changed and (is_admitting or not waits)
 
     def long_prefill_tokens(self) -> int:
         """Maximum number of tokens of one request in this round; 0 for only the limit of the round."""
         limit: int = self._long_prefill_tokens
-        if limit and self._exempts_lone_request:
-            scheduler = self._scheduler
-            if len(scheduler.running) + len(scheduler.waiting) + len(scheduler.kv_holding_waiting) <= 1:
-                return 0
+        scheduler = self._scheduler
+        if limit and len(scheduler.running) + len(scheduler.waiting) + len(scheduler.kv_holding_waiting) <= 1:
+            return 0  # it does not apply to a single request
         return limit
 
     def admissions(self, max_admissions: int) -> list[Request]:
         """Predicts the next admissions, at most `max_admissions`, if tokens and blocks are left for them."""
         scheduler = self._scheduler
-        if not self._predicts_admissions or getattr(scheduler, "kv_holding_waiting", None):
+        if not self._predicts_admissions or scheduler.kv_holding_waiting:
             return []
-        if getattr(getattr(scheduler, "_pause_state", None), "name", "UNPAUSED") != "UNPAUSED":
+        if scheduler.pause_state is not PauseState.UNPAUSED:
             return []
-        num_running = len(scheduler.running) + getattr(scheduler, "num_waiting_for_streaming_input", 0)
+        num_running = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
         limit = max(min(max_admissions, self._max_running - num_running), 0)
         predicted: list[Request] = []
         num_embeds_left = self.encoder_inputs.num_embeds_left
@@ -160,5 +155,5 @@ def _is_admissible(request: Request) -> bool:
         and request.num_computed_tokens == 0
         and not request.lora_request
         and not request.skip_reading_prefix_cache
-        and not getattr(request, "num_stale_output_tokens", 0)
+        and not request.num_stale_output_tokens
     )

@@ -1,7 +1,9 @@
 """vLLM's schedulers with their blocks from the service, otherwise unchanged."""
 
 import logging
-import uuid
+import os
+import signal
+import threading
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, Self
@@ -9,11 +11,14 @@ from typing import Any, Self
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
 
-from kvpool.client.vllm.attach import attach
+from kvpool.client.vllm.attach import Attachment, attach, has_own_process
+from kvpool.client.vllm.engine_core import announce_loads, announce_sleep
 from kvpool.client.vllm.events import EventForwarder
-from kvpool.client.vllm.manager import KVCacheManager
+from kvpool.client.vllm.manager import KVCacheManager, forget_weights
+from kvpool.client.vllm.publisher import replaced_publisher
 from kvpool.client.vllm.settings import Settings
-from kvpool.client.vllm.step_batcher import RefusedError
+from kvpool.client.vllm.step_batcher import SESSION_ENDED, RefusedError
+from kvpool.client.vllm.weights import LoRAs
 from kvpool.core.errors import KvpoolError
 
 _log = logging.getLogger("kvpool.client.vllm")
@@ -38,24 +43,72 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             ValueError: The settings are invalid, or the engine uses a feature that the service does not support.
             KvpoolError: The service refuses the pool or the session, or is unavailable.
         """
-        super().__init__(vllm_config, *args, **kwargs)
-        settings = Settings.of_engine(vllm_config)
-        self._kvpool = attach(self, settings)
+        with replaced_publisher():
+            super().__init__(vllm_config, *args, **kwargs)
+        self._kvpool_settings = Settings.of_engine(vllm_config)
+        shares_prefixes = self._kvpool_settings.shares_memory and vllm_config.cache_config.enable_prefix_caching
+        self.kvpool_loras = LoRAs(vllm_config.lora_config) if shares_prefixes else None
+        self._attach()
+        self._rounds: deque[tuple[Any, int, Mapping[str, int]]] = deque()
+        self._is_shut_down = threading.Event()
+        if has_own_process() and not self.kv_cache_manager.batcher.is_private:
+            threading.Thread(target=self._end_when_lost, name="kvpool-session", daemon=True).start()
+        if self.kvpool_loras:
+            announce_loads()
+        if self._kvpool.lender:
+            announce_sleep()
+
+    def _attach(self, lost: Attachment | None = None) -> None:
+        self._kvpool = attach(self, self._kvpool_settings, lost)
         session, events = self._kvpool.session, None
         if session.config.makes_events and self.enable_kv_cache_events:
             specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
             events = EventForwarder(self._kvpool.client, session.config, specs, self.kv_event_publisher)
-        shares_memory = bool(settings.memory or settings.memory_id)
-        self.kv_cache_manager = KVCacheManager(session, self, events, shares_memory=shares_memory)
-        self._rounds: deque[tuple[Any, int, Mapping[str, int]]] = deque()
-        if self._kvpool.lender:
-            from kvpool.client.vllm.sleep import announce_sleep  # noqa: PLC0415 - of vLLM versions with lent memory
+        self.kv_cache_manager = KVCacheManager(session, self, events, shares_memory=self._kvpool_settings.shares_memory)
 
-            announce_sleep()
+    def _attach_anew(self, error: KvpoolError) -> None:
+        """Preempts all running requests, and attaches the private memory of the engine again.
+
+        Steps in flight write before those that follow them.
+
+        Raises:
+            KvpoolError: The service refuses the session, or a request that is not running holds blocks.
+        """
+        fields = {"pool": self._kvpool_settings.pool, "reason": error.reason, "error": str(error)}
+        _log.warning("session lost", extra=fields)
+        self.kv_cache_manager.keeps_prefixes = True  # of a session that has ended
+        super().reset_prefix_cache(reset_running_requests=True)
+        if any(each.num_computed_tokens and not each.is_finished() for each in self.requests.values()):
+            error.add_note(SESSION_ENDED)
+            raise error  # a streaming request waits for input with its blocks
+        if self.kv_cache_manager.events:
+            self.kv_cache_manager.events.close()
+        if self._kvpool.watcher:
+            self._kvpool.watcher.dismiss()
+        self._kvpool.client.close()
+        self._attach(lost=self._kvpool)
+        self._rounds = deque((output, 0, {}) for output, *_ in self._rounds)  # their steps are unknown to the session
+
+    def _end_when_lost(self) -> None:
+        """Ends the process of an idle engine whose session has ended; a busy one ends by the error of its next step.
+
+        An idle engine waits for requests in vLLM's code. It would report to be healthy, and fail with the next request.
+        """
+        while not self._is_shut_down.wait(1.0):
+            if self._kvpool.session.has_ended and not self.has_unfinished_requests():
+                fields = {"pool": self._kvpool_settings.pool, "error": SESSION_ENDED}
+                _log.critical("engine ends: session lost", extra=fields)
+                os.kill(os.getpid(), signal.SIGTERM)  # vLLM's API server notices the end of the process
+                return
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a scheduling round, with one restart if a grant was refused."""
-        self.kv_cache_manager.batcher.begin()
+        batcher = self.kv_cache_manager.batcher
+        if not batcher.lost:
+            batcher.begin()
+        if batcher.lost:
+            self._attach_anew(batcher.lost)
+            self.kv_cache_manager.batcher.begin()
         try:
             output = super().schedule(*args, **kwargs)
         except RefusedError:  # raised before the round changed any state
@@ -68,6 +121,45 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.batcher.check_lease()
         return output
+
+    def add_request(self, request: Any) -> None:
+        """Adds a request as vLLM does. In memory that engines share, its hashes cover the weights of its LoRA, too.
+
+        vLLM hashes the name and the path of a LoRA, which other weights can have in another engine, or later.
+        """
+        if request.lora_request and self.kvpool_loras and request.request_id not in self.requests:
+            self.kvpool_load_lora(request.lora_request)
+            request.cache_salt = f"{request.cache_salt or ''} {self.kvpool_loras.key(request.lora_request)}"
+            request.block_hashes.clear()
+            request.append_output_token_ids([])  # hashes the prompt again
+        super().add_request(request)
+
+    def kvpool_load_lora(self, lora: Any) -> None:
+        """Notes that vLLM is about to load a LoRA. Requests that are running with its previous weights stop caching."""
+        users = (each.lora_request for each in self.requests.values() if each.lora_request)
+        is_replaced = self.kvpool_loras and self.kvpool_loras.load(lora)
+        if is_replaced and any(each.lora_int_id == lora.lora_int_id for each in users):
+            forget_weights(self.kv_cache_manager)
+
+    def _check_loras(self, output: Any) -> None:
+        """Checks the LoRAs that vLLM may have loaded for a step, before other sessions see the blocks of the step."""
+        loras = [each.lora_request for each in output.scheduled_new_reqs]
+        resumed = [self.requests.get(request_id) for request_id in output.scheduled_cached_reqs.resumed_req_ids]
+        loras += [each.lora_request for each in resumed if each]
+        for lora in {each.lora_int_id: each for each in loras if each}.values():
+            if self.kvpool_loras and self.kvpool_loras.has_changed(lora):
+                forget_weights(self.kv_cache_manager)
+
+    def kvpool_load_weights(self) -> None:
+        """Notes that vLLM is about to load other weights. A user who has set their version sets the next one, too."""
+        if not self._kvpool_settings.weights_version:
+            forget_weights(self.kv_cache_manager)
+
+    def _update_request_as_session(self, session: Any, update: Any) -> None:
+        """Continues a streaming request as vLLM does: what it has put out becomes part of its prompt."""
+        super()._update_request_as_session(session, update)
+        if session_request := self.kv_cache_manager.batcher.requests.get(session.request_id):
+            session_request.num_prompt_tokens = session.num_prompt_tokens
 
     def _try_schedule_encoder_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Schedules encoder inputs as vLLM does; the predictor needs the budget that is left."""
@@ -89,6 +181,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 if self.kv_cache_manager.loads:
                     transfers = model_runner_output.kv_connector_output
                     self.kv_cache_manager.loads.settle(loading, transfers.invalid_block_ids if transfers else ())
+                if self.kvpool_loras:
+                    self._check_loras(scheduler_output)
                 # All stages of a pipeline have written the step's blocks: each passes on what it computed from them.
                 self.kv_cache_manager.batcher.mark_executed(sequence, is_newest=not self._rounds)
                 break
@@ -103,21 +197,10 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         return ended
 
     def reset_prefix_cache(self, *args: Any, **kwargs: Any) -> Any:
-        """Resets the prefix cache as vLLM does. Before a sleep in lent memory, the cached prefixes stay in the pool.
-
-        After a sleep that discards the weights, the engine may load others: until an operator states their version, it
-        hits only what it computes from then on.
-        """
-        level, self.kvpool_sleep_level = self.kvpool_sleep_level, 0
-        manager = self.kv_cache_manager
-        manager.keeps_prefixes = level > 0
-        try:
-            is_reset = super().reset_prefix_cache(*args, **kwargs)
-        finally:
-            manager.keeps_prefixes = False
-        if level > 1:  # the weights go
-            manager.session.set_weights_version(f"unknown-{uuid.uuid4().hex}")
-        return is_reset
+        """Resets the prefix cache as vLLM does. Before a sleep that keeps the weights, it stays as it is."""
+        self.kv_cache_manager.keeps_prefixes = self.kvpool_sleep_level == 1
+        self.kvpool_sleep_level = 0
+        return super().reset_prefix_cache(*args, **kwargs)
 
     def _flush_if_idle(self) -> None:
         """Frees the blocks of ended requests now if no other requests exist; otherwise the next round frees them."""
@@ -126,6 +209,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def shutdown(self) -> None:
         """Ends the session, which frees its blocks; if the service is unavailable, the lease ends it."""
+        self._is_shut_down.set()
         if self.kv_cache_manager.events:
             self.kv_cache_manager.events.close()
         super().shutdown()

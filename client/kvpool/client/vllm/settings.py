@@ -7,12 +7,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvpool.wire.channels import ACCESS_VARIABLES
+
 KEY: Final = "kvpool"
 """Key of the settings in `additional_config`."""
 _ACCEPTED: Final[dict[type, tuple[type, ...]]] = {str: (str,), int: (int,), float: (int, float)}
 _FROM_ENVIRONMENT: Final = {
     "address": "KVPOOL_ADDRESS",
-    "zone": "KVPOOL_ZONE",
     "pool": "KVPOOL_POOL",
     "memory": "KVPOOL_MEMORY",
     "weights_version": "KVPOOL_WEIGHTS_VERSION",
@@ -25,6 +26,8 @@ _HUB_CACHE: Final = re.compile(r"models--(?P<name>[^/]+)/snapshots/[^/]+/?$")
 _RANK: Final = "{rank}"
 _REPLICA: Final = "{dp}"
 _CREDENTIAL_FILE: Final = "KVPOOL_MEMORY_TOKEN_FILE"
+VARIABLES: Final = (*_FROM_ENVIRONMENT.values(), _CREDENTIAL_FILE, "KVPOOL_VLLM_PLUGIN", *ACCESS_VARIABLES)
+"""All that an engine reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,8 @@ class Settings:
     """Settings of an engine's session. Credentials come from the environment: see `connect`.
 
     Attributes:
-        address: `host:port` or `unix:/path`, or several of a cluster, separated by commas; default: KVPOOL_ADDRESS.
+        address: `host:port` or `unix:/path`, or those of a primary and its standbys, separated by commas; default:
+            KVPOOL_ADDRESS.
         pool: Name of the pool; default: KVPOOL_POOL, or the model's name, see `pool_of_model`. With data parallelism
             each engine has its own memory and its own pool: see `of_replica`.
         client_name: Name of the engine, for display.
@@ -47,9 +51,9 @@ class Settings:
             KVPOOL_MEMORY. `{rank}` is replaced with the number of the engine's worker, `{dp}` with the index of the
             engine among data-parallel ones. Empty: the engine has memory of its own.
         weights_version: Version of the weights that the engine loads when it starts, an opaque value of at most 256
-            bytes; default: KVPOOL_WEIGHTS_VERSION. Engines hit only blocks that were computed with an equal version. It
-            can be changed while the engine runs: see `AdminClient.set_weights_version`.
-        zone: Zone of the engine, for the placement of its pool; default: KVPOOL_ZONE. See `connect`.
+            bytes; default: KVPOOL_WEIGHTS_VERSION or, in memory that engines share, what identifies the files that it
+            loads. Engines hit only blocks that were computed with an equal version. It can be changed while the engine
+            runs: see `AdminClient.set_weights_version`.
         untested_version: Version of vLLM to run although it is not supported, such as "0.34.0"; default:
             KVPOOL_UNTESTED_VERSION. Its scheduler may differ in ways that give other results.
     """
@@ -61,10 +65,9 @@ class Settings:
     memory_id: str = ""
     min_blocks: int = 0
     max_blocks: int = 0
-    deadline_seconds: float = 30.0
+    deadline_seconds: float = 120.0
     memory: str = ""
     weights_version: str = ""
-    zone: str = ""
     untested_version: str = ""
 
     @classmethod
@@ -120,6 +123,11 @@ class Settings:
         if settings.memory and settings.memory_id:
             raise ValueError(_where("memory_id") + " must not be set with memory: the lender knows the memory")
         return settings
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether other engines may use the memory, at the same time or later."""
+        return bool(self.memory or self.memory_id)
 
     def memory_of(self, rank: int) -> str:
         """Returns the socket that lends memory to a worker of the engine."""

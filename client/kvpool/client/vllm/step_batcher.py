@@ -13,6 +13,8 @@ A round is one call of the scheduler's `schedule`.
 4. Steps run in scheduling order. This engine may hit the blocks of earlier rounds at once, other sessions only after
    the output of the step arrives.
 5. A message that the service refuses has changed nothing. Its frees and evictions go again with the next message.
+6. When the session of an engine with private memory has ended, the round ends as if the pool had no free blocks: all
+   blocks that were granted before still belong to the engine. Before the next round the scheduler opens a session.
 """
 
 import logging
@@ -22,18 +24,19 @@ from typing import Any, Final
 
 from vllm.v1.request import Request as EngineRequest
 
+from kvpool.client.protocol import ends_session
 from kvpool.client.request import Request
 from kvpool.client.results import Answer
 from kvpool.client.session import Session
-from kvpool.client.step_builder import StepBuilder
+from kvpool.client.step_builder import StepBuilder, StepFormat
 from kvpool.client.vllm.batched_requests import BatchedRequests, Grant
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.schedule_predictor import SchedulePredictor
-from kvpool.client.vllm.versions import COUNTS_ADMISSIONS
 from kvpool.core.errors import (
     AbortedError,
     DeniedError,
     ExhaustedError,
+    KvpoolError,
     NotFoundError,
     UnauthenticatedError,
     UnavailableError,
@@ -41,16 +44,22 @@ from kvpool.core.errors import (
 from kvpool.core.specs.kinds import allocation_spec, has_gaps
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
-from kvpool.wire.errors import DeadlineError
+from kvpool.wire.errors import DeadlineError, ServerError
 
 _log = logging.getLogger("kvpool.client.vllm")
-_SESSION_ENDED: Final = (
-    "The kvpool service has ended this engine's session, so other sessions may own its blocks: restart the engine. "
-    "To restart the service under running engines, start it with --journal."
+SESSION_ENDED: Final = (
+    "The kvpool service has ended this engine's session, so other sessions may own its blocks: restart the engine."
 )
+_REMEDIES: Final = {
+    "EPOCH_PASSED": "Engines outlast a `kvpool worker` that is killed, or ends with --keep-memory, and is back within "
+    "the --rank-grace-seconds of the service.",
+    "SESSION_NOT_FOUND": "Engines outlast a killed service that keeps a journal: start it without --no-journal.",
+    "JOURNAL_DROPPED": "`journal dropped` in the log of the service says why it lost the sessions.",
+}
+"""By the reason of the session's end: what prevents the next one."""
 _NO_ANSWER: Final = (
     "The kvpool service did not answer within deadline_seconds, so the blocks of this engine are unknown: "
-    "make sure that the service runs, and restart the engine."
+    "make sure that the service and the workers of the pool run, and restart the engine."
 )
 _REFUSED_ACCESS: Final = (
     "The kvpool service refuses this engine's token (KVPOOL_TOKEN_FILE or KVPOOL_TOKEN), so its step has no answer: "
@@ -73,28 +82,30 @@ class StepBatcher:
         tokens_left: Tokens left in the round.
         watermark_blocks: Number of blocks that admissions leave free.
         has_failed: Whether a call to the service failed, so that the session is unusable.
+        is_private: Whether no other process writes to the engine's blocks.
+        lost: The error that ended the session of an engine with private memory.
         predictor: Predicts the calls of the scheduler.
         windowed: Whether allocations depend on the tokens in flight.
     """
 
-    def __init__(self, session: Session, scheduler: Any) -> None:
+    def __init__(self, session: Session, scheduler: Any, *, is_private: bool = False) -> None:
         self.requests: dict[str, Request] = {}
         self.admitted: dict[str, Answer] = {}
         self.tokens_left = 0
         self.has_failed = False
+        self.lost: KvpoolError | None = None
+        self.is_private = is_private
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
         self._session = session
         self._builder: StepBuilder | None = None
         self._undelivered: list[Callable[[StepBuilder], object]] = []  # calls of `deliver` that may have to go again
         self._scheduler = scheduler
         self.predictor = SchedulePredictor(scheduler)
-        self._admits_ahead = COUNTS_ADMISSIONS or not session.config.enable_caching  # else unused look-ups count
-        self._reserves_sequence = bool(getattr(scheduler, "scheduler_reserve_full_isl", False))
-        watermark = getattr(scheduler.scheduler_config, "watermark", 0.0)
-        self.watermark_blocks = int(watermark * session.config.num_blocks)
+        self._reserves_sequence = bool(scheduler.scheduler_reserve_full_isl)
+        self.watermark_blocks = int(scheduler.scheduler_config.watermark * session.config.num_blocks)
         self._no_blocks = KVCacheBlocks([()] * len(session.config.groups))
         self._grants: dict[str, Grant] = {}  # of running requests
-        self._in_flight: BatchedRequests | None = None
+        self._in_flight: tuple[BatchedRequests, StepBuilder] | None = None
         self._executed = self._reported = self._launched = 0  # numbers of steps
         self._has_launched = False  # whether a round has no outputs yet
         self._look_ahead = _FIRST_LOOK_AHEAD
@@ -115,9 +126,10 @@ class StepBatcher:
         if not needs_answer or not self.predictor.can_restart(is_admitting=bool(batch.admissions)):
             self._send_batch(batch)
             return
+        builder = self._next_builder()
         with self._explained():
-            self._session.begin(self._next_builder())
-        self._in_flight = batch
+            self._session.begin(builder)
+        self._in_flight = batch, builder
         self._grants = dict(batch.grants)  # as expected, until the answer arrives
 
     def settle(self) -> None:
@@ -129,10 +141,12 @@ class StepBatcher:
         """
         if self._in_flight is None:
             return
-        batch, self._in_flight = self._in_flight, None
+        (batch, builder), self._in_flight = self._in_flight, None
         unused, self._grants = self._grants, {}
         with self._explained():
             self._session.settle()
+        if self.lost:
+            builder.refuse()
         self._note_delivered()
         refused = self._take(batch)
         if not refused <= unused.keys():
@@ -167,10 +181,16 @@ class StepBatcher:
         self._has_launched = not is_newest
 
     def check_lease(self) -> None:
-        """Raises AbortedError if other sessions may own the blocks, so that the scheduled step must not run."""
-        if self._session.lease_left_seconds <= 0:
-            message = "no answer of the service within the lease; other sessions may own the blocks: restart the engine"
-            raise AbortedError("LEASE_EXPIRED", message)
+        """Asks the service, if the lease may be over, whether the session is open. Otherwise the step must not run.
+
+        Raises:
+            KvpoolError: The session has ended, so other sessions may own the blocks; or the service does not answer.
+        """
+        # The lease counts from the time at which a step was sent. A step that waited for an absent service is answered
+        # late, so that the lease can seem to be over although it is not.
+        if self._session.lease_left_seconds <= 0 and not self.is_private:
+            with self._explained():
+                self._session.mark_executed(self._executed)
 
     def flush(self) -> None:
         """Sends changes that other sessions wait for: freed requests and executed steps."""
@@ -185,9 +205,18 @@ class StepBatcher:
             KvpoolError: The engine cannot continue; a note explains what to do.
         """
         self.settle()
-        with self._explained():
-            self._session.send(self._next_builder())
+        builder = self._next_builder()
+        if not self.lost:
+            with self._explained():
+                self._session.send(builder)
+        if self.lost:
+            builder.refuse()
         self._note_delivered()
+
+    def set_weights_version(self, weights_version: str) -> None:
+        """Sets the version of the weights with which later rounds compute, see `Session`. Raises as `send`."""
+        with self._explained():
+            self._session.set_weights_version(weights_version)
 
     def session_request(self, request: EngineRequest) -> Request:
         """Returns the session's request for an engine's request; creates it on first use."""
@@ -201,6 +230,8 @@ class StepBatcher:
                 lora_name=lora_name,
                 trace_parent=(request.trace_headers or {}).get("traceparent", ""),
             )
+            if session_request.num_tokens > request.num_prompt_tokens:  # of an earlier session
+                session_request.num_prompt_tokens = request.num_prompt_tokens
             self.requests[request.request_id] = session_request
         return session_request
 
@@ -209,11 +240,23 @@ class StepBatcher:
         """Collects the next message. Waits for the answer to the message before."""
         if self._builder is None:
             self.settle()
-            with self._explained():
-                self._builder = self._session.new_step()
+            self._builder = self._new_builder()
             for call in self._undelivered:  # of a message that was refused
                 call(self._builder)
         return self._builder
+
+    def _new_builder(self) -> StepBuilder:
+        if not self.lost:
+            with self._explained():
+                return self._session.new_step()
+        return StepBuilder(StepFormat.of(self._session.config), 0, 0, 0, 0)
+
+    def note_refused(self, request_id: str, outcome: Outcome | None) -> None:
+        """Has vLLM end a request that never fits with an error when it takes the outputs of a step."""
+        if outcome is Outcome.NEVER_FITS:
+            error = f"{request_id} would hold more blocks than this engine ever can"
+            _log.error("request never fits", extra={"pool": self._session.config.name, "error": error})
+            self._scheduler.encoder_cache_mismatch_reqs.add(request_id)  # vLLM ends these with an error
 
     def builder_for(self, *session_requests: Request) -> StepBuilder:
         """Returns the builder of the next message, after earlier calls of the requests have been answered."""
@@ -294,7 +337,7 @@ class StepBatcher:
 
     def _add_admissions(self, batch: BatchedRequests, first: EngineRequest | None = None) -> None:
         """Adds the predicted admissions; only if they start with `first`, if given."""
-        predicted = self.predictor.admissions(self._look_ahead) if self._admits_ahead else []
+        predicted = self.predictor.admissions(self._look_ahead)
         if not predicted or first not in (None, predicted[0]):
             return
         max_tokens = self.predictor.long_prefill_tokens()
@@ -332,19 +375,25 @@ class StepBatcher:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Adds a note with instructions to errors that end the engine."""
+        """Adds a note with instructions to errors that end the engine. Records the end of a session in `lost`."""
         try:
             yield
         except (UnauthenticatedError, DeniedError) as error:
             self.has_failed = True
             error.add_note(_REFUSED_ACCESS)
             raise
-        except (NotFoundError, AbortedError, UnavailableError, DeadlineError, ExhaustedError) as error:
+        except (NotFoundError, AbortedError, UnavailableError, DeadlineError, ExhaustedError, ServerError) as error:
             if isinstance(error, ExhaustedError) and error.retry_seconds is None:  # refused: nothing has changed
                 raise
             self.has_failed = True
+            # After a bug of its own, a service without a journal has ended the session.
+            if self.is_private and (ends_session(error) or isinstance(error, ServerError)):
+                self.lost = error
+                return
             has_ended = isinstance(error, NotFoundError | AbortedError)
-            error.add_note(_SESSION_ENDED if has_ended else _NO_ANSWER)
+            error.add_note(SESSION_ENDED if has_ended else _NO_ANSWER)
+            if remedy := _REMEDIES.get(error.reason):
+                error.add_note(remedy)
             raise
 
     def _send_batch(self, batch: BatchedRequests) -> None:
@@ -356,6 +405,8 @@ class StepBatcher:
     def _take(self, batch: BatchedRequests) -> set[str]:
         """Records the answers of a batch; returns the ids of refused running requests."""
         refused = batch.resolve()
+        for request_id, outcome in refused.items():
+            self.note_refused(request_id, outcome)
         self._grants.update(batch.grants)
         self.tokens_left -= batch.num_tokens
         num_admitted = 0
@@ -363,10 +414,11 @@ class StepBatcher:
             if answer.outcome is Outcome.SKIPPED:
                 break
             self.admitted[request_id] = answer
+            self.note_refused(request_id, answer.outcome)
             if answer.ok:
                 num_admitted += 1
                 self.tokens_left -= answer.num_new_tokens
         if batch.admissions:
             more = 2 * self._look_ahead if num_admitted == len(batch.admissions) else num_admitted + 1
             self._look_ahead = min(more, _MAX_LOOK_AHEAD)
-        return refused
+        return set(refused)

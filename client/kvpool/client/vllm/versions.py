@@ -1,7 +1,6 @@
 """Differences between the supported versions of vLLM, detected from the installed version.
 
-Attributes of schedulers and requests that an older version lacks are read with `getattr`, with the value that describes
-that version.
+What an older version lacks is read with `getattr`, with the value that describes that version.
 """
 
 import os
@@ -11,32 +10,15 @@ from typing import Any, Final
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.distributed import kv_events
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
-from kvpool.core.specs.pool_config import ReuseOrder
-
 VERSION: Final[str] = vllm.__version__
-SUPPORTED_VERSIONS: Final = ("0.14.1", "0.32", "0.33")
+SUPPORTED_VERSIONS: Final = ("0.32", "0.33")
 """What versions begin with whose scheduler gives the same results on kvpool as on its own manager."""
 SPECS: Final[ModuleType] = kv_cache_interface
-
-REUSE_ORDER: Final = (
-    ReuseOrder.UNCACHED_FIRST if hasattr(kv_cache_utils.FreeKVCacheBlockQueue, "prepend_n") else ReuseOrder.LRU
-)
-"""Order in which vLLM's own pool reuses freed blocks."""
-
-TAGS_KEYS: Final = hasattr(kv_cache_utils, "to_event_extra_keys")
-"""Whether vLLM's block hashes contain the source of each extra key."""
-
-COUNTS_ADMISSIONS: Final = hasattr(KVCacheManager, "record_prefix_cache_stats")
-"""Whether vLLM counts a look-up in a separate call when the request is admitted; otherwise it counts every look-up.
-
-If so, a look-up also returns the shared prefix boundary of Mamba states.
-"""
 
 HASHES_LOOK_AHEAD: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 """Whether vLLM, with EAGLE, hashes a block together with the tokens after it, instead of computing blocks again."""
@@ -49,9 +31,6 @@ SHARES_READ_STATES: Final = HASHES_LOOK_AHEAD
 
 AUX_OUTPUTS_READ_POOL: Final = "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters
 """Whether vLLM limits look-ups to prefixes whose auxiliary outputs it has, which it finds in its own block pool."""
-
-EVENTS_HAVE_GROUPS: Final = "group_idx" in kv_events.BlockRemoved.__struct_fields__
-"""Whether vLLM's events contain the group of a block."""
 
 
 def block_hash_root(algorithm: str) -> bytes:

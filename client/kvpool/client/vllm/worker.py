@@ -18,6 +18,7 @@ engine:
 import contextlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -25,15 +26,15 @@ from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from kvpool.client.process_name import process_name
 from kvpool.client.vllm.lendable import check_lendable, check_version, declared_memory
+from kvpool.client.vllm.lenders import connect_to_lender, explained
 from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
 from kvpool.client.vllm.logs import log_with_vllm
 from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.settings import Settings
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.lending.fence import StepTicket
-from kvpool.lending.lender_client import LenderClient, LentMemory, connect_lender
+from kvpool.lending.lender_client import LenderClient, LentMemory
 from kvpool.lending.processes import end_with_parent
 from kvpool.lending.steps_in_flight import DeviceEvent, StepsInFlight
 
@@ -44,6 +45,10 @@ if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as EngineWorker
 else:
     from vllm.v1.worker.gpu_worker import Worker as EngineWorker
+
+from vllm.v1.worker import gpu_worker  # noqa: E402 - after the platform's
+
+from kvpool.client.vllm.device_memory import requested_bytes, too_full  # noqa: E402 - imports it, too
 
 _SCHEDULER: Final = "kvpool.client.vllm.Scheduler"
 _KV_CACHE: Final = "kv_cache"
@@ -73,7 +78,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         check_lendable(vllm_config)
         # Steps of a killed engine would keep its blocks from other engines until vLLM's worker notices, a second later.
         end_with_parent()
-        self._kvpool_lender = _connect(self._kvpool_settings, vllm_config.parallel_config.world_size, rank)
+        self._kvpool_lender = self._kvpool_connect(vllm_config, rank)
         self._kvpool_memory: LentMemory | None = None
         self._kvpool_ticket: StepTicket | None = None
         self._kvpool_transfers: StepTicket | None = None
@@ -87,21 +92,40 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         vllm_config.kernel_config.enable_jit_warmup = False  # see above
         super().__init__(vllm_config, local_rank, rank, *args, **kwargs)
 
+    def _kvpool_connect(self, vllm_config: Any, rank: int) -> LenderClient:
+        return connect_to_lender(self._kvpool_settings, vllm_config.parallel_config, rank, f"worker {rank}")
+
+    def init_device(self) -> None:
+        """Initializes the device as vLLM's worker does, with a check of its memory that knows of the lender."""
+        vllms_check = gpu_worker.request_memory
+        gpu_worker.request_memory = partial(requested_bytes, self._kvpool_lender.offer)
+        try:
+            super().init_device()
+        finally:
+            gpu_worker.request_memory = vllms_check
+
     def determine_available_memory(self) -> int:
         """Returns what the lender has if others use it; otherwise at most what vLLM measures."""
-        offer = self._kvpool_lender.offer
-        if not offer.is_lent:
-            return min(int(super().determine_available_memory()), offer.available_bytes)
-        self._kvpool_compile()
-        return offer.available_bytes
-
-    def _kvpool_compile(self) -> None:
-        """Compiles the model, as vLLM does where the size of the cache is given and nothing is measured."""
-        if not current_platform.is_cpu():
-            with torch.inference_mode():
-                self.model_runner.profile_run()
+        measured_bytes = self._kvpool_lender.offer.available_bytes
+        # On CPU vLLM would look for as much free memory again.
+        if not self._kvpool_lender.offer.is_lent or not current_platform.is_cpu():
+            with self._kvpool_fits():
+                measured_bytes = int(super().determine_available_memory())
         elif self._should_warm_up_model():
             self.model_runner.warming_up_model()
+        # Of engines that start at the same time, one may have sized the memory while this one was loading.
+        newest = self._kvpool_connect(self.vllm_config, self.rank)
+        newest.close()
+        offer = newest.offer
+        return offer.available_bytes if offer.is_lent else min(measured_bytes, offer.available_bytes)
+
+    @contextlib.contextmanager
+    def _kvpool_fits(self) -> Iterator[None]:
+        """Explains an error of a device that is too full."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise too_full(self._kvpool_lender.offer, self.init_snapshot, f"more than it got: {error}") from error
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """Maps the memory, when all ranks of the pool are ready, and makes the layers' views of it.
@@ -112,9 +136,15 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         """
         settings = self._kvpool_settings
         declared = declared_memory(self.vllm_config, kv_cache_config, settings.pool)
-        self._kvpool_memory = self._kvpool_lender.map(
-            declared, settings.deadline_seconds, finish_steps=self._kvpool_steps.finish_all
-        )
+        # On CPU vLLM does not measure the weights.
+        weights_bytes = int(getattr(self.model_runner, "model_memory_usage", 0))
+        with explained(self._kvpool_lender.address):
+            self._kvpool_memory = self._kvpool_lender.map(
+                declared,
+                settings.deadline_seconds,
+                finish_steps=self._kvpool_steps.finish_all,
+                weights_bytes=weights_bytes,
+            )
         super().initialize_from_config(kv_cache_config)
         check_views(self._kvpool_memory.buffer, self.model_runner.kv_caches)
 
@@ -127,7 +157,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
 
     def compile_or_warm_up_model(self) -> Any:
         """Warms up as vLLM does, without a write to a block."""
-        with self._kvpool_warm_up():
+        with self._kvpool_fits(), self._kvpool_warm_up():
             return super().compile_or_warm_up_model()
 
     @contextlib.contextmanager
@@ -269,29 +299,6 @@ class CompletedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM has
     def get_kv_connector_output(self) -> Any:
         """The connector's part, which vLLM 0.33 asks for if the output fails."""
         return self._output.get_kv_connector_output()
-
-
-def _connect(settings: Settings, world_size: int, rank: int) -> LenderClient:
-    """Connects to the lender of a rank; refuses one of another rank."""
-    address = settings.memory_of(rank)
-    name = settings.client_name or process_name("vllm")
-    lender = connect_lender(
-        address,
-        settings.pool,
-        settings.memory_token(),
-        f"{name} worker {rank}",
-        timeout_seconds=settings.deadline_seconds,
-    )
-    offer, device = lender.offer, current_platform.device_type
-    problem = ""
-    if (offer.rank, offer.world_size) != (rank, world_size):
-        problem = f"it lends rank {offer.rank} of {offer.world_size}, and this is worker {rank} of {world_size}"
-    elif offer.device.partition(":")[0] != device:
-        problem = f"its memory is on {offer.device}, and the engine computes on {device}"
-    if problem:
-        lender.close()
-        raise ValueError(f"kvpool memory {address}: {problem}")
-    return lender
 
 
 def _record_event() -> Any:

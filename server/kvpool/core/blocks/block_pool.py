@@ -7,7 +7,7 @@
 4. A block has contents exactly when it has a hash, in a pool that makes events.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,16 +37,19 @@ _CONTENTS_BYTES: Final = 1024
 class BlockContents:
     """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id.
 
-    The token ids are those of the block, then those after it that its hash covers.
+    The token ids are those of the block's last hash block, then those after it that its hash covers.
 
     Attributes:
-        further: Of blocks with further hashes, the same for each of these, with the hash first. Read-only.
+        further: Of blocks that events name by further hashes, the same for each of these, with the hash first: of hash
+            blocks within them, and of prefixes that end there. Those within come in reverse order. Read-only.
     """
 
-    __slots__ = ("_contents", "_copy", "further")
+    __slots__ = ("_contents", "_copy", "_num_copies", "further")
 
-    def __init__(self, num_columns: int) -> None:
+    def __init__(self, num_columns: int, num_groups: int) -> None:
         self._contents: list[_Contents | None] = [None] * num_columns
+        # By group, the number of blocks that each hash names. A count at each removal would be O(scopes).
+        self._num_copies: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
         self._copy: ColumnCopy[_Contents | None] | None = None  # while a snapshot is read
         self.further: dict[BlockId, list[tuple[BlockHash, _Contents]]] = {}
 
@@ -55,33 +58,46 @@ class BlockContents:
         extend(self._contents, num_columns, None)
 
     def put(self, block_ids: Sequence[BlockId], stored: BlockStored) -> None:
-        """Stores the contents of a run of blocks that was cached. O(tokens)."""
+        """Stores the contents of a run of blocks that was cached, of which each may have several hashes. O(tokens)."""
         if self._copy:
             self._copy.before_change(block_ids)
-        packed, size_bytes = stored.token_ids.tobytes(), stored.block_size * TOKEN_ID_BYTES
-        parent, lora_name = stored.parent_block_hash, stored.lora_name
-        ahead, ahead_bytes = stored.lookahead_token_ids.tobytes(), stored.num_lookahead_tokens * TOKEN_ID_BYTES
-        for i, (block_id, block_hash) in enumerate(zip(block_ids, stored.block_hashes, strict=True)):
-            own = packed[i * size_bytes : (i + 1) * size_bytes] + ahead[i * ahead_bytes : (i + 1) * ahead_bytes]
-            self._contents[block_id] = (parent, own, lora_name)
-            parent = block_hash
+        by_hash = _by_hash(stored)
+        per_block = len(by_hash) // len(block_ids)
+        for i, block_id in enumerate(block_ids, 1):
+            self._contents[block_id] = by_hash[i * per_block - 1][1]
+            if per_block > 1:
+                within = by_hash[(i - 1) * per_block : i * per_block - 1]
+                self.further.setdefault(block_id, []).extend(reversed(within))
+        self._count(stored.group_id, stored.block_hashes)
 
     def put_further(self, block_id: BlockId, stored: BlockStored) -> None:
-        """Stores the contents of a further hash of a block."""
-        contents = (stored.parent_block_hash, stored.token_ids.tobytes(), stored.lora_name)
-        self.further.setdefault(block_id, []).append((stored.block_hashes[0], contents))
+        """Stores the contents of further hashes of a block."""
+        self.further.setdefault(block_id, []).extend(reversed(_by_hash(stored)))
+        self._count(stored.group_id, stored.block_hashes)
+
+    def _count(self, group_id: GroupId, block_hashes: Iterable[BlockHash]) -> None:
+        num_copies = self._num_copies[group_id]
+        for block_hash in block_hashes:
+            num_copies[block_hash] = num_copies.get(block_hash, 0) + 1
+
+    def hashes(self, block_id: BlockId, block_hash: BlockHash) -> list[BlockHash]:
+        """All hashes by which events name a block with this hash."""
+        return [block_hash, *(each for each, _ in self.further.get(block_id, ()))]
 
     def get(self, block_id: BlockId) -> _Contents | None:
         """Contents that a block was stored with; None if it has no hash."""
         return self._contents[block_id]
 
-    def drop(self, block_id: BlockId) -> None:
-        """Removes the contents of a block that lost its hash."""
+    def drop(self, group_id: GroupId, block_id: BlockId, block_hash: BlockHash) -> Iterator[BlockRemoved]:
+        """Removes the contents of a block that lost its hash; yields an event for each of its hashes."""
+        num_copies = self._num_copies[group_id]
+        for each in self.hashes(block_id, block_hash):
+            num_copies[each] -= 1
+            yield BlockRemoved(each, group_id, num_copies[each] or num_copies.pop(each))
         if self._copy:
             self._copy.before_change((block_id,))
         self._contents[block_id] = None
-        if self.further:
-            self.further.pop(block_id, None)
+        self.further.pop(block_id, None)
 
     def move(self, source: BlockId, target: BlockId) -> None:
         """Makes the contents of one block those of another."""
@@ -92,6 +108,7 @@ class BlockContents:
     def clear(self) -> None:
         """Removes all contents. O(blocks that were ever used)."""
         self._contents = [None] * len(self._contents)
+        self._num_copies = [{} for _ in self._num_copies]
         self.further.clear()
         self._copy = None  # reads the earlier list, which no longer changes
 
@@ -104,15 +121,35 @@ class BlockContents:
         """Ends a snapshot. The rest of it can no longer be read."""
         self._copy = None
 
-    def restore(self, snapshot: Column[_Contents | None]) -> None:
-        """Makes new contents as they were.
+    def restore(
+        self, contents: Column[_Contents | None], further: Iterable[tuple[BlockId, list[tuple[BlockHash, _Contents]]]]
+    ) -> None:
+        """Makes new contents as they were; then call `count_restored` for each block with a hash.
 
         Raises:
             ValueError: The snapshot is of another number of blocks.
         """
-        num_columns, self._contents = len(self._contents), list(snapshot.values)
+        num_columns, self._contents = len(self._contents), list(contents.values)
         if len(self._contents) != num_columns:
             raise ValueError("contents of blocks are missing")
+        self.further = dict(further)
+
+    def count_restored(self, group_id: GroupId, block_id: BlockId, block_hash: BlockHash) -> None:
+        """Counts the hashes of a restored block."""
+        self._count(group_id, self.hashes(block_id, block_hash))
+
+
+def _by_hash(stored: BlockStored) -> list[tuple[BlockHash, _Contents]]:
+    """Each hash of an event, with its contents."""
+    packed, size_bytes = stored.token_ids.tobytes(), stored.block_size * TOKEN_ID_BYTES
+    ahead, ahead_bytes = stored.lookahead_token_ids.tobytes(), stored.num_lookahead_tokens * TOKEN_ID_BYTES
+    parents = (stored.parent_block_hash, *stored.block_hashes)
+    own = (
+        packed[i * size_bytes : (i + 1) * size_bytes] + ahead[i * ahead_bytes : (i + 1) * ahead_bytes]
+        for i in range(len(stored.block_hashes))
+    )
+    contents = ((*each, stored.lora_name) for each in zip(parents, own, strict=False))
+    return list(zip(stored.block_hashes, contents, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +209,7 @@ class BlockPool:
         self.block_lifetimes = block_lifetimes
         self._evicted_held: set[BlockId] = set()  # held blocks that lost their hash
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
-        self.contents = BlockContents(self.free_list.num_columns) if config.makes_events else None
+        self.contents = BlockContents(self.free_list.num_columns, len(config.groups)) if config.makes_events else None
         self._events: list[BlockEvent] = []
         # Number of blocks whose caching at the same time needs no further memory.
         self._num_reserved = 0 if config.enable_caching else config.num_blocks
@@ -307,6 +344,8 @@ class BlockPool:
         """
         free_list = self.free_list
         freed = free_list.drop(block_ids)
+        if free_list.until:  # `StepsInFlight.take_over` needs it if the session ends
+            self.prefix_map.set_group(group_id, freed)
         if not self._uncached_first:
             free_list.append(freed)
         elif num_uncached is not None and freed is block_ids and not self._evicted_held:
@@ -375,6 +414,8 @@ class BlockPool:
         groups = {block_id: group_id for group_id, block_id in blocks}
         for block_id in freed:
             self.group_counters[groups[block_id]].used_blocks -= 1
+            if self.free_list.until:
+                self.prefix_map.set_group(groups[block_id], (block_id,))
         self._evicted_held.difference_update(freed)
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
@@ -417,7 +458,7 @@ class BlockPool:
 
     def record_tail(self, block_id: BlockId, event: BlockStored) -> None:
         """Records the event for a prefix that ends within a cached block, and the contents of that hash."""
-        if self.prefix_map.block_hash(block_id) == event.block_hashes[0]:
+        if self.prefix_map.block_hash(block_id) == event.block_hashes[-1]:
             self.record_stored([block_id], event)
         elif self.contents:
             self.contents.put_further(block_id, event)
@@ -462,9 +503,11 @@ class BlockPool:
         self.free_list.restore(snapshot.free_list, all_ids)
         self.prefix_map.restore(snapshot.prefix_map, all_ids)
         if self.contents:
-            self.contents = BlockContents(num_columns)
-            self.contents.restore(snapshot.contents)
-            self.contents.further.update((all_ids[i], each) for i, each in snapshot.further_contents)
+            self.contents = BlockContents(num_columns, len(self.group_counters))
+            self.contents.restore(snapshot.contents, ((all_ids[i], each) for i, each in snapshot.further_contents))
+            for block_id, block_hash in zip(all_ids, self.prefix_map.hashes(slice(num_columns)), strict=True):
+                if block_hash is not None:
+                    self.contents.count_restored(self.prefix_map.group_id(block_id), block_id, block_hash)
         self._evicted_held = set(snapshot.evicted_held)
         self._num_reserved = max(self._num_reserved, len(self.prefix_map))
         self.num_evicted = snapshot.num_evicted
@@ -473,10 +516,8 @@ class BlockPool:
 
     def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
         group_id = self.prefix_map.group_id(block_id)
-        hashes = self.prefix_map.remove(block_id)
-        contents.drop(block_id)
-        for block_hash in hashes:
-            self._events.append(BlockRemoved(block_hash, group_id, self.prefix_map.num_copies(group_id, block_hash)))
+        block_hash, *_ = self.prefix_map.remove(block_id)
+        self._events += contents.drop(group_id, block_id, block_hash)
 
     def _record(self, event: BlockEvent) -> None:
         if self.contents:

@@ -271,7 +271,7 @@ class GroupManager:
                 self._pool.drop_hashes(block_ids)
             self._pool.cache_full_blocks(self.map_id(request), block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
-                self._record_stored(request, block_ids, hashes, start)
+                self._record_stored(request, block_ids, start)
 
     def cache_tail(self, request: Request, num_tokens: int, start_tokens: int | None, sequence: ids.StepNumber) -> None:
         """Caches the last whole hash block of a prompt, if it ends within a block; see rule 6.
@@ -302,51 +302,44 @@ class GroupManager:
         return max(limit // self._hash_tokens * self._hash_tokens, 0)
 
     def _record_tail(self, request: Request, block_id: BlockId, num_tokens: int) -> None:
-        """Records the event for the hash of a prefix that ends within a block: of its last hash block."""
-        if not self._makes_events:
+        """Records the event for a prefix that ends within a block: its hash blocks that the block does not name yet.
+
+        A state is one of its last hash block only.
+        """
+        contents = self._pool.contents
+        if not contents:
             return
-        unit = self._hash_tokens
-        end = num_tokens // unit
-        self._pool.record_tail(
-            block_id,
-            BlockStored(
-                block_hashes=(request.hashes[end - 1],),
-                parent_block_hash=request.hashes[end - 2] if end > 1 else None,
-                token_ids=packed_token_ids(request.token_ids[num_tokens - unit : num_tokens]),
-                block_size=unit,
-                lora_name=request.lora_name,
-                group_id=self.group_id,
-            ),
-        )
+        end = num_tokens // self._hash_tokens
+        start, named = end - 1, contents.hashes(block_id, request.hashes[end - 1])
+        while not self.has_gaps and start % self._hashes_per_block and request.hashes[start - 1] not in named:
+            start -= 1
+        self._pool.record_tail(block_id, self._stored(request, start, end))
 
     def _runs_to_cache(self, request: Request, first: int, end: int) -> Sequence[Run]:
         """Returns the blocks in [first, end), all of them full, that are to be cached."""
         return self._retention.runs(request, first, end) if self._retention else ((first, end),)
 
-    def _record_stored(
-        self, request: Request, block_ids: list[BlockId], hashes: Sequence[BlockHash], start: int
-    ) -> None:
+    def _record_stored(self, request: Request, block_ids: list[BlockId], start: int) -> None:
         """Records the event for a run of cached blocks of the request, which begins at index `start`."""
-        span, end = self.span_tokens, start + len(block_ids)
-        self._pool.record_stored(
-            block_ids,
-            BlockStored(
-                block_hashes=tuple(hashes),
-                parent_block_hash=self.hashes(request)[start - 1] if start else None,
-                token_ids=packed_token_ids(request.token_ids[start * span : end * span]),
-                block_size=span,
-                lora_name=request.lora_name,
-                group_id=self.group_id,
-                lookahead_token_ids=packed_token_ids(self._lookahead_token_ids(request, start, end)),
-            ),
-        )
+        per_block, end = self._hashes_per_block, start + len(block_ids)
+        self._pool.record_stored(block_ids, self._stored(request, start * per_block, end * per_block))
 
-    def _lookahead_token_ids(self, request: Request, start: int, end: int) -> list[int]:
-        """The tokens after each of the blocks [start, end) that the hash of the block covers."""
-        count, span, token_ids = self._lookahead_tokens, self.span_tokens, request.token_ids
-        if not count:
-            return []
-        return [each for i in range(start + 1, end + 1) for each in token_ids[i * span : i * span + count]]
+    def _stored(self, request: Request, start: int, end: int) -> BlockStored:
+        """The event for the hash blocks [start, end) of the request.
+
+        Blocks are not reported whole: the blocks of another group may follow any of their hash blocks.
+        """
+        unit, num_ahead, token_ids = self._hash_tokens, self._lookahead_tokens, request.token_ids
+        ends = range((start + 1) * unit, (end + 1) * unit, unit) if num_ahead else ()
+        return BlockStored(
+            block_hashes=tuple(request.hashes[start:end]),
+            parent_block_hash=request.hashes[start - 1] if start else None,
+            token_ids=packed_token_ids(token_ids[start * unit : end * unit]),
+            block_size=unit,
+            lora_name=request.lora_name,
+            group_id=self.group_id,
+            lookahead_token_ids=packed_token_ids(each for i in ends for each in token_ids[i : i + num_ahead]),
+        )
 
     def free(self, table: BlockTable) -> list[BlockId]:
         """Empties the table; returns the blocks that it held, last first.
@@ -367,14 +360,16 @@ class GroupManager:
             return None
         return min(max(end - table.num_cached, 0), count)
 
-    def get_num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable]) -> int:
-        """Number of leading blocks that the table shares with all others; 0 for kinds that skip tokens or hold none.
+    def get_num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable], max_blocks: int) -> int:
+        """Number of leading blocks, at most `max_blocks`, that the table shares with all others.
+
+        It is 0 for kinds that skip tokens or hold none.
 
         O(others x common blocks).
         """
         if not isinstance(self.spec, FullAttentionSpec):
             return 0
-        common = table.block_ids
+        common = table.block_ids[:max_blocks]
         for other in others:
             count = min(len(common), len(other.block_ids))
             common, same = common[:count], other.block_ids[:count]

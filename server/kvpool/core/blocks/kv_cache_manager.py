@@ -10,6 +10,7 @@ It returns the same block ids as vLLM's KV cache manager.
    hashes of blocks before them cover.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -19,14 +20,16 @@ from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
+from kvpool.core.blocks.integrity import check_blocks, uses_by, waiting_for_steps
 from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch, SearchEnd
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.blocks.state_manager import StateManager
+from kvpool.core.blocks.state_readers import StateReaders
 from kvpool.core.blocks.steps_in_flight import StepsInFlight
 from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.core.hit_curve import HitCurve
-from kvpool.core.ids import BlockId, GroupId, MapId, Scope, SessionId, SessionNumber
+from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, BlockId, GroupId, MapId, Scope, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
@@ -67,8 +70,8 @@ class KVCacheManager:
         blocks: The blocks.
         plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token, makes no events and
             caches full blocks at once.
-        gives_credit: Whether sessions may allocate on credit. A step that overwrites a state must be known to the
-            service, because a process that resumes the session has to know that the step may have run.
+        gives_credit: Whether sessions may allocate on credit. Not in pools with states: hits of a state can wait for
+            the steps that read it (`StateReaders`), so the service must know each step.
         state_managers: Managers of the groups that keep only the states at the ends of steps.
         quotas: Minimum and maximum numbers of blocks of the sessions.
         in_flight: Blocks that steps in flight may use although their session has freed them.
@@ -76,7 +79,7 @@ class KVCacheManager:
         recent_hit_rate: Hit rate over the most recent look-ups.
         num_preemptions: Number of preemptions.
         activity: Counters of the pool's activity.
-        sessions: The open sessions, ordered by number; maintained by the code that opens them.
+        sessions: The open sessions by number, ascending; maintained by the code that opens them.
         quarantine: Ended sessions that still hold their blocks; maintained by the code that ends them.
         ranks_fence: Whether every rank of the pool reports when no step of an ended session is in flight.
         block_lifetimes: Sampled lifetimes of blocks; None if lifetimes are not sampled.
@@ -86,15 +89,21 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, config: PoolConfig, epoch: int = 1, block_lifetimes: BlockLifetimes | None = None, owner: str = ""
+        self,
+        config: PoolConfig,
+        epoch: int = 1,
+        block_lifetimes: BlockLifetimes | None = None,
+        owner: str = "",
+        sample_key: bytes = b"",
     ) -> None:
         self.owner = owner
+        self._sample_key = sample_key
         self.stats = PrefixCacheStats()
         self.hit_curve: HitCurve | None = None
         self.recent_hit_rate = RecentHitRate()
         self.num_preemptions = 0
         self.activity = ActivityCounters()
-        self.sessions: dict[SessionId, Session] = {}
+        self.sessions: dict[SessionNumber, Session] = {}
         self.quarantine = Quarantine()
         self.ranks_fence = False
         self.block_lifetimes = block_lifetimes
@@ -111,7 +120,7 @@ class KVCacheManager:
         ]
         self.blocks = blocks  # nothing was changed before, if memory is short
         self.config = config
-        before, self.hit_curve = self.hit_curve, HitCurve.for_pool(config)
+        before, self.hit_curve = self.hit_curve, HitCurve.for_pool(config, self._sample_key)
         if self.hit_curve:
             self.hit_curve.continue_from(before)
         self.hash_block_size = config.hash_block_size
@@ -130,7 +139,8 @@ class KVCacheManager:
         self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
         self._max_credit_tokens = 0 if config.partial_hits else config.max_model_len  # a copy must be known
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
-        self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks)
+        self._state_readers = StateReaders(self.state_managers)
+        self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks, self.sessions)
         self._num_unhit_tokens = max(config.hash_scheme.num_lookahead_tokens, 1)  # of a request: see rule 4
         self.in_flight = StepsInFlight(self.blocks, self.quotas)
         self._slot_allocator = SlotAllocator(config, self.blocks, self._managers, self.quotas, self.in_flight)
@@ -186,6 +196,7 @@ class KVCacheManager:
         hold blocks keep them, and cache no further ones, because these continue from contents of the version before.
         O(sessions + its requests + evicted blocks).
         """
+        session.before_change(session.requests.values())
         self.evict_pending(session.session_number)
         session.weights_version = weights_version
         session.first_map = self.open_scope(session.scope)
@@ -228,6 +239,7 @@ class KVCacheManager:
         max_new_tokens: int,
         num_lookahead_tokens: int = 0,
         *,
+        budget_tokens: int = MAX_TOKENS,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
@@ -235,14 +247,20 @@ class KVCacheManager:
     ) -> Admission | None:
         """Looks up and allocates in one call, for a request that holds no blocks.
 
-        Allocates slots for the tokens after the hit, for at most `max_new_tokens` (at least 1) of them. The look-up is
-        counted only if the request is admitted.
+        Allocates slots for the tokens after the hit, for at most `max_new_tokens` and `budget_tokens` (both at least 1)
+        of them. The budget cuts where a state can be found, if it reaches that far. The look-up is counted only if the
+        request is admitted.
 
         Returns:
             The admission; None if there are too few free blocks, and nothing was changed.
         """
         computed = self.find_longest_cache_hit(request)
         num_new_tokens = min(request.num_tokens - computed.num_tokens, max_new_tokens)
+        if num_new_tokens > budget_tokens:
+            num_new_tokens = budget_tokens
+            past_end = (computed.num_tokens + budget_tokens) % self.config.block_alignment
+            if self.state_managers and past_end < budget_tokens:
+                num_new_tokens -= past_end
         new = self.allocate_slots(
             request,
             num_new_tokens,
@@ -306,13 +324,16 @@ class KVCacheManager:
         return length
 
     def can_reject(self, request: Request, num_computed_tokens: int) -> bool:
-        """Whether the request can go back to this number of computed tokens: no block needed then was freed."""
+        """Whether the request can go back to this number of computed tokens.
+
+        No block that it needs then was freed, and none that it writes again has a cached state.
+        """
         return all(
             manager.can_go_back(table, num_computed_tokens)
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
 
-    def allocate_slots(  # noqa: PLR0913 - vLLM's parameters
+    def allocate_slots(  # noqa: C901, PLR0913 - vLLM's parameters, and a branch per kind of pool
         self,
         request: Request,
         num_new_tokens: int,
@@ -345,6 +366,8 @@ class KVCacheManager:
             if end_tokens + num_lookahead_tokens <= request.credit_tokens:  # changes nothing but the request
                 request.num_computed_tokens, request.filling_sequence = end_tokens, sequence
                 self.activity.allocations += 1
+                if self.state_managers:
+                    self.record_state_read(request)
                 return self._slot_allocator.no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_computed += options.num_external_tokens
@@ -365,6 +388,7 @@ class KVCacheManager:
             )
         if new is None:
             self.activity.refusals += 1
+            self.record_state_read(request)  # states behind the newest one were freed
             return None
         self.activity.allocations += 1
         if computed and computed.shared_prefix_boundary_tokens is not None:
@@ -377,10 +401,19 @@ class KVCacheManager:
             request.has_uncounted_lookup = False
         request.num_computed_tokens = num_computed + num_new_tokens
         request.filling_sequence = sequence
+        for states in self.state_managers:
+            states.pass_boundaries(request, num_computed, request.num_computed_tokens)
+        if self.state_managers:
+            self.record_state_read(request)
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache_blocks(request, request.num_computed_tokens, sequence=sequence, start_tokens=num_computed)
         request.credit_tokens = self.credit_tokens(request)
         return new
+
+    def take_refused_for_ever(self) -> bool:
+        """Whether the most recent refusal was for more blocks than the session can ever hold. Forgets it."""
+        found, self._slot_allocator.refused_for_ever = self._slot_allocator.refused_for_ever, False
+        return found
 
     def _is_too_fresh(self, request: Request, computed: ComputedBlocks, sequence: ids.StepNumber) -> bool:
         """Whether a hit ends with a state that a recent step fills or, at the end of a prompt, reads.
@@ -392,15 +425,19 @@ class KVCacheManager:
         if not self.state_managers or not computed.num_tokens:
             return False
         writer = request.session_number
-        session = next(each for each in self.sessions.values() if each.session_number == writer)
-        launched = session.launched_sequence or ids.StepNumber(sequence - 1)
-        recent = [other for other in session.requests.values() if other.filling_sequence > launched]
+        session = self.sessions.get(writer)  # none for a request of a program that uses this manager alone
+        launched = (session.launched_sequence if session else None) or ids.StepNumber(sequence - 1)
+        is_read_after = self._state_readers.is_read_after
         return any(
             self.blocks.prefix_map.is_filled_after(manager.map_id(request), blocks[-1], launched, writer)
-            or any(manager.reads_state(other, request, len(blocks)) for other in recent)
+            or (session is not None and is_read_after(manager, request, len(blocks), launched))
             for manager in self.state_managers
             for blocks in [computed.block_ids[manager.group_id]]
         )
+
+    def record_state_read(self, request: Request) -> None:
+        """Records a change of a request's tokens, or blocks, for the hits of states. Call it after the change."""
+        self._state_readers.record(request)
 
     def credit_tokens(self, request: Request) -> int:
         """Number of computed tokens that a request can reach without a change of the pool.
@@ -436,13 +473,25 @@ class KVCacheManager:
             if manager.caches_tails:
                 manager.cache_tail(request, num_tokens, start_tokens, sequence)
 
+    def cache_prompt_states(self, request: Request, start_tokens: int, sequence: ids.StepNumber) -> None:
+        """Caches the states at the start of a step that extends a prompt, if the longer prompt can be resumed there.
+
+        They were not kept when the step before ended, because the prompt ended elsewhere.
+        """
+        for manager in self.state_managers if self.config.enable_caching else ():
+            if not manager.caches_tails:  # otherwise `cache_blocks` does
+                manager.cache_tail_state(request, start_tokens, sequence)
+
     def release_copies(self, session: Session, launched: ids.StepNumber) -> None:
         """Releases the blocks of the copies that a session's steps up to `launched` make.
 
         They are freed group by group, as vLLM does when the scheduling round of their step ends.
         """
-        due = sorted((each for each in session.copies if each.sequence <= launched), key=attrgetter("group_id"))
-        session.copies[:] = [each for each in session.copies if each.sequence > launched]
+        num_due = bisect_right(session.copies, launched, key=attrgetter("sequence"))
+        if not num_due:
+            return
+        due = sorted(session.copies[:num_due], key=attrgetter("group_id"))
+        del session.copies[:num_due]
         blocks = [(each.group_id, block_id) for each in due for block_id in (each.source, each.target)]
         if self.in_flight.is_keeping:
             for group_id, block_id in blocks:
@@ -454,15 +503,16 @@ class KVCacheManager:
     def free(self, request: Request) -> None:
         """Frees the request's blocks, last block first. The caller removes the request or admits it again."""
         has_quota = self.quotas.applies_to(request.holding)
+        if request.sampled and self.hit_curve and request.holds_blocks:
+            self.hit_curve.record_freed(request.first_map, request.sampled)
         for manager, table in zip(self._managers, request.tables, strict=True):
             if self.in_flight.is_keeping:
                 self.in_flight.keep_shared(manager.group_id, table.held_block_ids)
             freed = manager.free(table)
             if has_quota:
                 self.quotas.record_lost(request.holding, freed[::-1])
-        if request.sampled and self.hit_curve:
-            self.hit_curve.record_freed(request.first_map, request.sampled)
         request.num_computed_tokens = request.credit_tokens = 0
+        self.record_state_read(request)
 
     def preempt(self, request: Request) -> None:
         """Frees the request's blocks, and counts a preemption if the request held any."""
@@ -481,33 +531,43 @@ class KVCacheManager:
             self.hit_curve.clear()
         return True
 
-    def get_num_common_prefix_blocks(self, request: Request, running: Iterable[Request]) -> tuple[int, ...]:
+    def get_num_common_prefix_blocks(
+        self, request: Request, running: Iterable[Request], max_blocks: int = MAX_BLOCKS
+    ) -> tuple[int, ...]:
         """Number of leading blocks, group by group, that the request shares with all `running` requests.
 
+        At most `max_blocks` of each group, because a table is compared with all others.
         Without caching no blocks are shared, and the result is 0 even for a request that runs alone.
         """
         if not self.config.enable_caching:
             return (0,) * len(self._managers)
         others = [other for other in running if other is not request]
         return tuple(
-            manager.get_num_common_prefix_blocks(table, (other.tables[manager.group_id] for other in others))
+            manager.get_num_common_prefix_blocks(
+                table, (other.tables[manager.group_id] for other in others), max_blocks
+            )
             for manager, table in zip(self._managers, request.tables, strict=True)
         )
+
+    def check_integrity(self, blocks: range | None = None, sessions: Iterable[Session] | None = None) -> None:
+        """Checks that the pool agrees with itself; see `check_blocks`.
+
+        Args:
+            blocks: The blocks whose reference counts and hashes are checked; None for all.
+            sessions: The open sessions; None for those of the pool.
+
+        Raises:
+            IntegrityError: An invariant is violated; the message names it.
+        """
+        sessions = self.sessions.values() if sessions is None else sessions
+        uses = uses_by([*sessions, *(each.session for each in self.quarantine)])
+        uses += waiting_for_steps(self.in_flight, self.quarantine)
+        uses += [(manager.group_id, block_id) for manager in self._managers for block_id in manager.sink_blocks]
+        check_blocks(self.blocks, uses, range(1, self.blocks.num_blocks) if blocks is None else blocks)
 
     def evict_pending(self, session_number: SessionNumber) -> None:
         """Evicts the blocks that a session has cached and not reported as executed."""
         self.blocks.evict_blocks(self.blocks.prefix_map.pending.of(session_number))
-
-    def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Moves the pending blocks of a resumed session, and those that wait for its steps, to its new number.
-
-        The process that resumes the session can compute again the blocks that its requests hold. Free blocks are
-        evicted, because no process knows whether they were computed.
-        """
-        blocks = self.blocks
-        blocks.evict_blocks([b for b in blocks.prefix_map.pending.of(session_number) if not blocks.ref_cnt(b)])
-        blocks.prefix_map.renumber_session(session_number, new)
-        self.in_flight.renumber_session(session_number, new)
 
     def withdraw_pending(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
         """Hides a request's cached blocks that were not reported as executed from all other sessions. O(its blocks).

@@ -20,9 +20,9 @@
 
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Container, Iterable, Iterator, MutableSequence, Reversible, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, islice
 from typing import Any, Final
 
 from kvpool.core import ids
@@ -37,6 +37,8 @@ _MAX_LOOKED_UP: Final = 512
 """Hashes are looked up in batches: one hash first, because most misses occur there, then growing batches."""
 _MAPS_PER_BYTE: Final = 256
 """Maximum number of maps while a block's map takes one byte. With more, it takes four."""
+MAX_EXAMINED: Final = 64
+"""Maximum number of copies of a hash, and of scopes, of which a look-up examines each."""
 MAX_UNUSED_VERSIONS: Final = 16
 """Maximum number of scopes with a weights version that cache blocks and are not in use."""
 FIRST_SCOPE: Final[Scope] = (b"", "")
@@ -203,8 +205,18 @@ class PrefixMap:
         return [found.count(group_id) for group_id in range(num_groups)]
 
     def group_id(self, block_id: BlockId) -> GroupId:
-        """Group under which a block with a hash is cached."""
+        """Group under which a block with a hash is cached; of others, see `set_group`."""
         return GroupId(self._map_ids[block_id] % self._num_groups)
+
+    def set_group(self, group_id: GroupId, block_ids: Iterable[BlockId]) -> None:
+        """Keeps the group of those of the blocks that have no hash, until they are cached."""
+        if self._num_groups == 1:
+            return
+        unhashed = [block_id for block_id in block_ids if self._block_hashes[block_id] is None]
+        for copied in self._column_copies:
+            copied.before_change(unhashed)
+        for block_id in unhashed:
+            self._map_ids[block_id] = group_id
 
     def map_id(self, block_id: BlockId) -> MapId:
         """Map of a block with a hash."""
@@ -221,10 +233,14 @@ class PrefixMap:
     def is_filled_after(
         self, map_id: MapId, block_id: BlockId, launched: ids.StepNumber, writer: SessionNumber
     ) -> bool:
-        """Whether a step of `writer` after `launched` fills a block with the hash of this block. O(copies)."""
+        """Whether a step of `writer` after `launched` fills this block, or one of its newest copies.
+
+        Only the block itself must not be read. vLLM also waits for copies, of which the newest are cached last.
+        """
         pending, writers = self.pending.steps, self._session_numbers
         copies = self._copies(map_id, self._block_hashes[block_id], block_id)
-        return any(launched < abs(pending.get(copy, launched)) < NEVER and writers[copy] == writer for copy in copies)
+        newest = chain((block_id,), islice(reversed(copies), MAX_EXAMINED))
+        return any(launched < abs(pending.get(copy, launched)) < NEVER and writers[copy] == writer for copy in newest)
 
     def find(
         self, map_id: MapId, hashes: Sequence[BlockHash], first: int, end: int, reader: SessionNumber
@@ -284,17 +300,21 @@ class PrefixMap:
         found: Sequence[BlockId],
         reader: SessionNumber,
     ) -> list[BlockId]:
-        """Replaces each block by its first copy that `reader` can read; stops at a block that has none."""
+        """Replaces each block by its first copy that `reader` can read; stops at a block that has none.
+
+        Examines only the first copies, then the newest ones, among which are those that the reader has cached since.
+        """
         visible: list[BlockId] = []
         for i, block_id in enumerate(found, start):
             copies = self._copies(map_id, hashes[i], block_id)
-            readable = next((copy for copy in copies if self.is_visible(copy, reader)), None)
+            examined = chain(islice(copies, MAX_EXAMINED), islice(reversed(copies), MAX_EXAMINED))
+            readable = next((copy for copy in examined if self.is_visible(copy, reader)), None)
             if readable is None:
                 break
             visible.append(readable)
         return visible
 
-    def _copies(self, map_id: MapId, block_hash: BlockHash | None, first_copy: BlockId) -> Iterable[BlockId]:
+    def _copies(self, map_id: MapId, block_hash: BlockHash | None, first_copy: BlockId) -> Reversible[BlockId]:
         return self._duplicates[map_id].get(block_hash, (first_copy,))  # type: ignore[arg-type]
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
@@ -304,14 +324,17 @@ class PrefixMap:
                 for block_id in self._copies(MapId(i), block_hash, first_copy):
                     yield GroupId(i % self._num_groups), block_hash, block_id
 
+    def leads_back(self, block_id: BlockId) -> bool:
+        """Whether the hash of a block, if it has one, leads to this block in its map."""
+        if block_id >= len(self._block_hashes) or (block_hash := self._block_hashes[block_id]) is None:
+            return True
+        map_id = self.map_id(block_id)
+        first_copy = self.first_copy(map_id, block_hash)
+        return first_copy is not None and block_id in self._copies(map_id, block_hash, first_copy)
+
     def first_copy(self, map_id: MapId, block_hash: BlockHash) -> BlockId | None:
         """The block that was cached first among those that have this hash, visible or not."""
         return self._by_hash[map_id].get(block_hash)
-
-    def num_copies(self, group_id: GroupId, block_hash: BlockHash) -> int:
-        """Number of blocks of the group that have this hash, in all scopes. O(scopes)."""
-        maps = range(group_id, len(self._by_hash), self._num_groups)
-        return sum(len(self._duplicates[i].get(block_hash, ())) or block_hash in self._by_hash[i] for i in maps)
 
     def num_written_by(self, block_ids: Iterable[BlockId], session_number: SessionNumber) -> int:
         """Number of these blocks that `session_number` filled. All of them have hashes."""
@@ -433,14 +456,16 @@ class PrefixMap:
             evicted[map_id].update(dict.fromkeys(hashes))
 
     def why_missing(self, map_id: MapId, block_hash: BlockHash) -> MissReason:
-        """Why a look-up in a map does not find a hash. O(scopes)."""
+        """Why a look-up in a map does not find a hash. Examines only the oldest scopes."""
         if block_hash in self._by_hash[map_id]:
             return MissReason.NOT_EXECUTED
         reason = self.evicted.reason(map_id, block_hash)
         if reason is not None:
             return reason
-        if len(self._first_maps) > 1 and self.scopes_of(GroupId(map_id % self._num_groups), block_hash):
-            return MissReason.OTHER_SCOPE
+        by_hash, group_id = self._by_hash, map_id % self._num_groups
+        for first in islice(self._first_maps.values(), MAX_EXAMINED):
+            if block_hash in by_hash[first + group_id]:
+                return MissReason.OTHER_SCOPE
         return _UNSEEN
 
     def scopes_of(self, group_id: GroupId, block_hash: BlockHash) -> list[Scope]:
@@ -471,14 +496,6 @@ class PrefixMap:
         for block_hash, map_id in zip(self._block_hashes, self._map_ids, strict=True):
             if block_hash is not None:
                 yield block_hash, *places[map_id]
-
-    def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Moves a session's pending blocks to number `new`, which has filled none yet. O(those blocks)."""
-        blocks = self.pending.renumber_session(session_number, new)
-        for copied in self._column_copies:
-            copied.before_change(blocks)
-        for block_id in blocks:
-            self._session_numbers[block_id] = new
 
     def clear(self) -> None:
         """Removes the hashes of all blocks. O(blocks that were ever used)."""

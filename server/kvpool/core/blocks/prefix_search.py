@@ -57,6 +57,11 @@ TRY_PROBES: Final = 4
 """Cost of a try, in hashes found, in addition to the hashes that it finds. Each group also costs this much once."""
 
 
+NOT_IN_SCOPE: Final = (MissReason.UNSEEN, MissReason.OTHER_SCOPE)
+"""What is known of a block that the scope does not know. They become another reason together, or a tenant, to whom both
+count as unseen, could tell them apart."""
+
+
 @dataclass(frozen=True, slots=True)
 class ComputedBlocks:
     """A prefix that was found in the cache.
@@ -65,8 +70,7 @@ class ComputedBlocks:
         block_ids: The blocks, group by group; null where a group needs none. The blocks are not held: they can be
             evicted until they are allocated.
         num_tokens: Length of the prefix.
-        num_shared_tokens: Tokens of those blocks that another session filled, or this session before it was resumed, in
-            the group that has most of them.
+        num_shared_tokens: Tokens of those blocks that another session filled, in the group that has most of them.
         num_probes: Cost of the search, in hashes found.
         shared_prefix_boundary_tokens: See `Request`, which copies the value when the request gets these blocks or when
             a step looked them up. None for the result of an earlier step.
@@ -331,7 +335,7 @@ class PrefixSearch:
             return None
         manager = ended_by.manager
         reason = ended_by.why_missing() if has_tries else MissReason.SEARCH_LIMIT
-        if self._has_full and not manager.spec.keeps_all and reason is MissReason.UNSEEN:
+        if self._has_full and not manager.spec.keeps_all and reason in NOT_IN_SCOPE:
             reason = MissReason.NOT_KEPT
         return manager.group_id, reason, num_tokens
 

@@ -9,20 +9,23 @@ A block counts once per session, however many of the session's requests share it
    share.
 3. Freeing blocks never breaks rule 2: a block that no session covers any more is common or free.
 4. The requests of a session never hold more blocks than the session's maximum.
-5. Blocks that wait for steps in flight (`StepsInFlight`) do not follow rule 2: it counts those that are free as free,
-   and those that are kept as common. Until these steps have run, a session below its minimum can be refused a block.
+5. A block that waits for steps in flight (`StepsInFlight`) counts as held by the session that freed it: within its
+   maximum, its minimum covers it, and it is common if it is not covered. So a session that never reports its steps as
+   executed keeps no more than it may hold. Where rules 2 and 4 leave it too few others, it takes blocks that wait for
+   it. Until its steps have run, it can be refused what these cannot serve: a hit, and a block for each kept one.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Final, cast
 
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, check_range
-from kvpool.core.ids import MAX_BLOCKS, BlockId
+from kvpool.core.ids import MAX_BLOCKS, BlockId, SessionNumber
 from kvpool.core.sessions.request import Holding, Request
+from kvpool.core.sessions.session import Session
 
 QUOTA_RETRY_SECONDS: Final = 1.0
 
@@ -59,22 +62,31 @@ class Quotas:
             Read-only.
     """
 
-    def __init__(self, blocks: BlockPool, num_usable_blocks: int) -> None:
+    def __init__(self, blocks: BlockPool, num_usable_blocks: int, sessions: Mapping[SessionNumber, Session]) -> None:
         self.min_blocks = 0
+        self._sessions = sessions
         self._blocks = blocks
         self._num_usable_blocks = num_usable_blocks
         self.num_covering: dict[BlockId, int] = {}
         self._num_only_covered = 0  # used blocks that are only in covering tables
+        self._num_waiting_covered = 0
 
     @property
     def num_left(self) -> int:
-        """Number of free blocks that are available to a session without a minimum; negative in the case of rule 5."""
-        return self._blocks.num_free_blocks + self._num_only_covered - self.min_blocks
+        """Number of free blocks that wait for no step and are available to a session without a minimum."""
+        free_list = self._blocks.free_list
+        num_covered = self._num_only_covered + self._num_waiting_covered
+        return free_list.num_free - free_list.num_held + num_covered - self.min_blocks
 
     @property
     def num_reserved(self) -> int:
         """Number of free blocks that are reserved for sessions with a minimum."""
         return self.min_blocks - self._num_only_covered
+
+    def holding_of(self, session_number: SessionNumber) -> Holding | None:
+        """The record of held blocks of an open session; None if it has no quota."""
+        session = self._sessions.get(session_number)
+        return session.holding if session else None
 
     def check(self, quota: Quota) -> None:
         """Checks that a session with this quota can be opened now.
@@ -93,7 +105,7 @@ class Quotas:
                 retry_seconds=QUOTA_RETRY_SECONDS,
             )
 
-    def open(self, quota: Quota) -> Holding | None:
+    def open(self, quota: Quota, session_number: SessionNumber) -> Holding | None:
         """Adds the quota of a new session.
 
         Returns:
@@ -107,14 +119,20 @@ class Quotas:
         if quota == NO_QUOTA:
             return None
         self.min_blocks += quota.min_blocks
-        return Holding(quota.min_blocks, quota.max_blocks)
+        return Holding(quota.min_blocks, quota.max_blocks, session_number=session_number)
 
-    def restore(self, holdings: Iterable[Holding]) -> None:
+    def restore(self, sessions: Iterable[Session]) -> None:
         """Adds the quotas of the sessions of a restored pool. O(blocks they hold)."""
-        for holding in holdings:
+        for session in sessions:
+            holding = session.holding
+            if not holding:
+                continue
+            holding.session_number, holding.num_waiting_covered = session.session_number, 0
+            holding.uncovered = OrderedDict(holding.uncovered)
             self.min_blocks += holding.min_blocks
             for block_id in holding.counts.keys() - holding.uncovered.keys():
                 self.num_covering[block_id] = self.num_covering.get(block_id, 0) + holding.counts[block_id]
+            self.cover(holding)
         self._num_only_covered = sum(self._blocks.ref_cnt(b) == count for b, count in self.num_covering.items())
 
     def end(self, holding: Holding, requests: Iterable[Request]) -> None:
@@ -130,36 +148,54 @@ class Quotas:
                     self._num_only_covered -= 1
                 self._uncover(block_id, count)
         self.min_blocks -= holding.min_blocks
+        self._num_waiting_covered -= holding.num_waiting_covered
 
     def num_free_for(self, holding: Holding | None) -> int:
-        """Number of free blocks that are available to a session."""
-        num_free = max(self.num_left + (holding.num_lacking if holding else 0), 0)
+        """Number of free blocks that are available to a session, the user of the free list."""
+        free_list = self._blocks.free_list
+        num_free = self.num_left + max(free_list.num_held_by(free_list.user), holding.num_lacking if holding else 0)
         if holding is None or not holding.max_blocks:
             return num_free
         return min(num_free, holding.max_blocks - len(holding.counts))
+
+    def max_blocks_for(self, holding: Holding | None) -> int:
+        """Maximum number of blocks that a session can hold as long as the minima of the other sessions stay."""
+        num_blocks = self._num_usable_blocks - self.min_blocks + (holding.min_blocks if holding else 0)
+        return min(num_blocks, holding.max_blocks) if holding and holding.max_blocks else num_blocks
 
     def applies_to(self, holding: Holding | None) -> bool:
         """Whether the other methods must be called when a session gains or loses blocks."""
         return holding is not None or self.min_blocks > 0
 
-    def allows(self, holding: Holding | None, hit: Sequence[BlockId], num_taken: int) -> bool:
-        """Whether a session can take blocks. Records in `holding.is_over` whether the session's maximum forbids it.
+    def num_from_own(self, holding: Holding | None, hit: Sequence[BlockId], num_taken: int) -> int | None:
+        """How many of the blocks that a session takes must be of those that wait for it; None if it cannot take them.
+
+        Records in `holding.is_over` whether the session's maximum forbids it. The session is the user of the free list.
 
         Args:
             holding: The session's record of held blocks.
             hit: Blocks that will be in one more table of the session.
             num_taken: Number of blocks that leave the free list, including those of `hit`.
         """
-        ref_cnt, covering = self._blocks.ref_cnt, self.num_covering
+        ref_cnt, covering, free_list = self._blocks.ref_cnt, self.num_covering, self._blocks.free_list
+        num_waiting, num_lacking, num_from_own, num_own = free_list.num_held_by(free_list.user), 0, 0, 0
+        if num_waiting:
+            num_own_hit = free_list.num_held_among(hit)
+            num_own = max(min(num_waiting - num_own_hit, num_taken - free_list.num_free_among(hit)), 0)
+            num_taken -= num_own_hit
         if holding:
+            num_lacking = max(holding.num_lacking - num_waiting, 0)
             hit = [block_id for block_id in dict.fromkeys(hit) if block_id not in holding.counts]
             num_gained = num_taken + sum(1 for block_id in hit if ref_cnt(block_id))
-            holding.is_over = bool(holding.max_blocks) and len(holding.counts) + num_gained > holding.max_blocks
+            num_over = len(holding.counts) + num_waiting + num_gained - holding.max_blocks
+            holding.is_over = bool(holding.max_blocks) and num_over > num_own
             if holding.is_over:
-                return False
+                return None
+            num_from_own = num_over if holding.max_blocks else 0
         # A used block is already common, or becomes common if it is only in covering tables.
         num_joining = num_taken + sum(1 for block_id in hit if covering.get(block_id) == ref_cnt(block_id))
-        return num_joining - (holding.num_lacking if holding else 0) <= self.num_left
+        num_from_own = max(num_from_own, num_joining - num_lacking - self.num_left)
+        return num_from_own if num_from_own <= num_own else None
 
     def record_gained(self, holding: Holding | None, hit: Sequence[BlockId], taken: Sequence[BlockId]) -> None:
         """Records that one more table of a session contains the blocks of a hit, and newly taken blocks."""
@@ -181,9 +217,13 @@ class Quotas:
                 holding.counts[block_id] += 1
         if holding:
             new = alone + shared  # first the blocks for which covering has an effect
+            uncovered = cast("OrderedDict[BlockId, None]", holding.uncovered)
+            replaces_waiting = bool(uncovered) and holding.num_lacking > 0
+            uncovered.update(dict.fromkeys(new))
+            for block_id in reversed(new) if replaces_waiting else ():
+                uncovered.move_to_end(block_id, last=False)
             holding.counts.update((block_id, counts[block_id]) for block_id in new)
-            holding.uncovered.update(dict.fromkeys(new))
-            self._cover(holding)
+            self.cover(holding)
 
     def record_lost(self, holding: Holding | None, block_ids: Sequence[BlockId]) -> None:
         """Records that one table fewer of a session contains these blocks."""
@@ -198,15 +238,23 @@ class Quotas:
             if holding:
                 holding.drop(block_id)
         if holding:
-            self._cover(holding)
+            self.cover(holding)
 
-    def _cover(self, holding: Holding) -> None:
-        """Covers as many blocks as the session's minimum allows, those held longest first."""
-        for block_id in list(islice(holding.uncovered, holding.num_lacking)):
+    def cover(self, holding: Holding) -> None:
+        """Covers as many blocks as the session's minimum allows: those that wait first, then those held longest.
+
+        To cover a block in tables of others, too, has no effect. So those that wait come first: they have left tables
+        in which they were covered. Call it when the number of blocks that wait has changed.
+        """
+        num_waiting = self._blocks.free_list.num_held_by(holding.session_number)
+        for block_id in list(islice(holding.uncovered, max(holding.num_lacking - num_waiting, 0))):
             del holding.uncovered[block_id]
             count = self.num_covering[block_id] = self.num_covering.get(block_id, 0) + holding.counts[block_id]
             if count == self._blocks.ref_cnt(block_id):
                 self._num_only_covered += 1
+        num_covered = min(num_waiting, holding.num_lacking)
+        self._num_waiting_covered += num_covered - holding.num_waiting_covered
+        holding.num_waiting_covered = num_covered
 
     def _uncover(self, block_id: BlockId, count: int) -> None:
         left = self.num_covering[block_id] - count

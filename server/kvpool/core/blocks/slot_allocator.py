@@ -29,6 +29,7 @@ class SlotAllocator:
 
     Attributes:
         no_blocks: No blocks, in all groups.
+        refused_for_ever: Whether a refusal that was not looked at was for more blocks than its session can ever hold.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SlotAllocator:
         in_flight: StepsInFlight,
     ) -> None:
         self.no_blocks: tuple[Sequence[BlockId], ...] = ((),) * len(managers)
+        self.refused_for_ever = False
         self._blocks = blocks
         self._managers = managers
         self._windowed = [manager for manager in managers if not manager.spec.keeps_all]
@@ -98,14 +100,17 @@ class SlotAllocator:
             counts.append(manager.num_missing_blocks(request.tables[i], num_slots, num_encoder_tokens) - len(hit[i]))
         if self._of_states or copying:
             self._count_states_and_copies(counts, request, hit, num_computed_tokens, end_tokens, copying)
-        held = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
-        if held is None:
+        found = self._hit_to_hold(request, hit, counts, options.num_reserved_blocks + options.num_watermark_blocks)
+        if found is None:
+            self._note_refused(request, hit, counts, len(copying))
             return None
+        held, num_own = found
         if hit is not self.no_blocks:
             self._add_hit(request, hit)
         new: tuple[list[BlockId], ...] = ()
         if max(counts) > 0:
-            new = self._allocate_missing(request, counts, num_computed_tokens if options.num_external_tokens else 0)
+            num_external_end = num_computed_tokens if options.num_external_tokens else 0
+            new = self._allocate_missing(request, counts, num_external_end, num_own)
         if self._quotas.applies_to(request.holding):
             self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
         if new and (self._of_states or copying):
@@ -158,7 +163,10 @@ class SlotAllocator:
                 num_blocks = limit
             counts.append(num_blocks - len(table.block_ids) - len(blocks))
         self._count_states_and_copies(counts, request, hit, num_computed_tokens, num_tokens, copying)
-        return self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
+        fits = self._hit_to_hold(request, hit, counts, options.num_watermark_blocks) is not None
+        if not fits:
+            self._note_refused(request, hit, counts, len(copying))
+        return fits
 
     def _copying_groups(
         self, request: Request, computed: ComputedBlocks | None, hit: Sequence[Sequence[BlockId]]
@@ -205,13 +213,16 @@ class SlotAllocator:
             self._quotas.record_gained(request.holding, referenced, ())
 
     def _allocate_missing(
-        self, request: Request, counts: list[int], num_external_end: int
+        self, request: Request, counts: list[int], num_external_end: int, num_own: int
     ) -> tuple[list[BlockId], ...]:
         """Allocates the missing blocks, first those of external tokens, which end at `num_external_end` unless it is 0.
 
+        At least `num_own` of them, if there are as many, are blocks that wait for the session's steps.
         Blocks of external tokens are not allocated first in groups that skip all of these tokens.
         """
         new: tuple[list[BlockId], ...] = tuple([[] for _ in counts])
+        if num_own > 0:
+            self._blocks.free_list.put_own_first(num_own)
         # vLLM's order, in which a connector gets the blocks of what it loads first: block ids depend on it.
         for manager in self._managers if num_external_end else ():
             table, spec = request.tables[manager.group_id], manager.spec
@@ -229,8 +240,10 @@ class SlotAllocator:
 
     def _hit_to_hold(
         self, request: Request, hit: Sequence[Sequence[BlockId]], counts: Sequence[int], num_spare_blocks: int
-    ) -> Sequence[BlockId] | None:
-        """Returns the blocks of the hit, if a quota counts them; None if the request cannot get enough blocks.
+    ) -> tuple[Sequence[BlockId], int] | None:
+        """Returns the blocks of the hit, if a quota counts them, and how many blocks must be of those that wait for it.
+
+        None if the request cannot get enough blocks.
 
         Args:
             request: The request.
@@ -243,15 +256,28 @@ class SlotAllocator:
         num_free = self._blocks.num_available_blocks - num_spare_blocks
         # Enough even if all blocks of the hit are free?
         if not has_quota and needed + (0 if hit is self.no_blocks else sum(map(len, hit))) <= num_free:
-            return ()
+            return (), 0
         hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id]
         # A free block of the hit costs one as well: holding it takes it from the blocks that could be allocated.
         free_list = self._blocks.free_list
         needed += free_list.num_free_among(hit_blocks)
         # This check comes first because it records whether the session's maximum refuses the allocation. Blocks that
         # the minima of other sessions reserve are not free for this session.
-        if has_quota and not self._quotas.allows(request.holding, hit_blocks, needed + num_spare_blocks):
+        num_own = self._quotas.num_from_own(request.holding, hit_blocks, needed + num_spare_blocks) if has_quota else 0
+        if num_own is None:
             return None
         if free_list.num_held:  # a block of the hit that another session holds could not be allocated anyway
             needed -= len(dict(free_list.held_for_others(hit_blocks)))
-        return hit_blocks if needed <= num_free else None
+        return (hit_blocks, num_own) if needed <= num_free else None
+
+    def _note_refused(
+        self, request: Request, hit: Sequence[Sequence[BlockId]], counts: Sequence[int], num_copies: int
+    ) -> None:
+        """Records whether a request that lacks `counts` blocks beyond a hit needs more than its session can hold."""
+        num_blocks = -num_copies  # whose sources it needs for a step only
+        for manager in self._managers:
+            i = manager.group_id
+            # A window frees those behind it when the steps in flight have run.
+            held = request.tables[i].block_ids[manager.num_skipped_blocks(request.num_computed_tokens) :]
+            num_blocks += len({*held, *hit[i]} - {NULL_BLOCK}) + max(counts[i], 0)
+        self.refused_for_ever = num_blocks > self._quotas.max_blocks_for(request.holding)

@@ -16,6 +16,10 @@ A state covers all tokens before it, so a hit needs one. The numbers continue th
     the state first, and the copy, which is in no table, keeps the hash. Until then no other session finds it, because
     its steps are not ordered before that one. The state of rule 7 is then that after the step's last whole hash block;
     its block, the one before the last, gets the hash of that prefix.
+11. A state is cached only as that after the tokens after which it was written. A step that begins within a block and
+    ends behind it leaves the state before the step there, so this block is never cached. Drafts are no such step: the
+    engine writes the state at a boundary that accepted drafts reach or pass. A request cannot go back to before a
+    cached state.
 """
 
 from collections.abc import Sequence
@@ -24,14 +28,19 @@ from typing import ClassVar
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.retention import Run
-from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, StepNumber
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, StepNumber
 from kvpool.core.sessions.request import BlockCopy, BlockTable, Request
 from kvpool.core.specs.kinds import checkpoint_alignment
 from kvpool.core.specs.pool_config import PoolConfig
 
 
 class StateManager(GroupManager):
-    """Allocates, caches and frees the states of one group."""
+    """Allocates, caches and frees the states of one group.
+
+    Attributes:
+        waits_for_readers: Whether a hit waits for steps that end prompts from the state at its end. In a pool of one
+            group, with EAGLE, and since 0.33, vLLM does not wait for them.
+    """
 
     has_gaps: ClassVar[bool] = True
 
@@ -40,7 +49,7 @@ class StateManager(GroupManager):
         self._checkpoint_alignment = checkpoint_alignment(self.spec)
         self._checkpoints_prompts_only = config.retention_tokens == 0
         self._hit_alignment = config.hit_alignment
-        self._waits_for_readers = not (
+        self.waits_for_readers = not (
             config.shares_read_states or len(config.groups) == 1 or config.use_eagle or config.partial_hits
         )
         if config.partial_hits or (self._checkpoint_alignment and self._hit_alignment != self.span_tokens):
@@ -75,6 +84,26 @@ class StateManager(GroupManager):
             and -(-end // span) - 2 > (start - 1) // span
             and start + unit <= checkpoint
             and (checkpoint - start) % self._checkpoint_alignment == 0
+        )
+
+    def pass_boundaries(self, request: Request, start: int, end: int) -> None:
+        """Leaves the blocks uncached whose ends a step over the tokens [start, end) passes; see rule 11.
+
+        They stay so if the blocks of the step are cached later.
+        """
+        table, span = request.tables[self.group_id], self.span_tokens
+        num_passed = (min(end, request.num_tokens) - 1) // span
+        if num_passed <= start // span:
+            return
+        if self._writes_checkpoint(request, start, end) and self._checkpoint_tokens(end) == num_passed * span:
+            num_passed -= 1
+        table.num_cached = max(table.num_cached, num_passed)
+
+    def can_go_back(self, table: BlockTable, num_computed_tokens: int) -> bool:
+        """See `GroupManager`. The next steps overwrite the states after later tokens, so none of these is cached."""
+        overwritten = table.block_ids[num_computed_tokens // self.span_tokens :]
+        return super().can_go_back(table, num_computed_tokens) and not any(
+            block_id and self._pool.block_hash(block_id) for block_id in overwritten
         )
 
     def _checkpoint_tokens(self, end: int) -> int:
@@ -117,7 +146,13 @@ class StateManager(GroupManager):
         if start_tokens is not None and self._writes_checkpoint(request, start_tokens, end):
             self._cache_checkpoint(request, end, sequence)
             return
-        if not num_tokens or num_tokens != self._tail_tokens(request):
+        if num_tokens == end:
+            self.cache_tail_state(request, num_tokens, sequence)
+
+    def cache_tail_state(self, request: Request, num_tokens: int, sequence: StepNumber) -> None:
+        """Caches the state after `num_tokens` tokens, at which a step ended, if its prompt can be resumed there."""
+        is_tail = 0 < num_tokens == self._tail_tokens(request)
+        if not is_tail or num_tokens % self._hit_alignment or request.tables[self.group_id].has_stopped_caching:
             return
         block_id = self._state(request, num_tokens)
         if block_id == NULL_BLOCK:
@@ -141,8 +176,11 @@ class StateManager(GroupManager):
             self._pool.drop_hashes([block_id])
 
     def _cache_state(self, request: Request, block_id: BlockId, num_tokens: int, sequence: StepNumber) -> None:
-        """Gives a block the hash of the state after `num_tokens` tokens, in place of others."""
-        block_hash = request.hashes[num_tokens // self._hash_tokens - 1]
+        """Gives a block the hash of the state after `num_tokens` tokens, if it is known, in place of others."""
+        num_hashes = num_tokens // self._hash_tokens
+        if num_hashes > len(request.hashes):  # it covers tokens ahead
+            return
+        block_hash = request.hashes[num_hashes - 1]
         if self._pool.prefix_map.has_hash(block_id, block_hash):
             return
         self._pool.drop_hashes([block_id])
@@ -176,27 +214,24 @@ class StateManager(GroupManager):
         if not num_before:
             table.num_skipped = num_gap
 
-    def reads_state(self, running: Request, waiting: Request, num_blocks: int) -> bool:
-        """Whether the most recent step of a request ends its prompt from the state at the end of a hit of another.
-
-        In a pool of one group, with EAGLE, and since 0.33, vLLM does not wait for that.
-
-        Args:
-            running: The request.
-            waiting: The other request.
-            num_blocks: Number of blocks of its hit.
-        """
-        table = running.tables[self.group_id].block_ids
-        known_tokens = min(running.num_computed_tokens, running.num_tokens)
-        num_hit_tokens = num_blocks * self.span_tokens
-        return (
-            self._waits_for_readers
-            and known_tokens // self._hit_alignment * self._hit_alignment == num_hit_tokens
-            and self._tail_tokens(running) == num_hit_tokens
-            and num_blocks <= len(table)
+    def state_read(self, request: Request) -> BlockHash | None:
+        """Hash of the state from which the most recent step of a request ends its prompt; None if there is none."""
+        known_tokens = min(request.num_computed_tokens, request.num_tokens)
+        if known_tokens >= request.num_prompt_tokens + self._hit_alignment:  # most decodes
+            return None
+        table, tail_tokens = request.tables[self.group_id].block_ids, self._tail_tokens(request)
+        num_blocks = tail_tokens // self.span_tokens
+        is_read = (
+            0 < num_blocks <= min(len(table), len(self.hashes(request)))  # fewer hashes without caching
+            and num_blocks * self.span_tokens == tail_tokens
+            and known_tokens // self._hit_alignment * self._hit_alignment == tail_tokens
             and table[num_blocks - 1] != NULL_BLOCK
-            and self.hashes(running)[num_blocks - 1] == self.hashes(waiting)[num_blocks - 1]
         )
+        return self.hashes(request)[num_blocks - 1] if is_read else None
+
+    def _record_stored(self, request: Request, block_ids: list[BlockId], start: int) -> None:
+        for i, block_id in enumerate(block_ids, start + 1):
+            self._record_tail(request, block_id, i * self.span_tokens)
 
     def _runs_to_cache(self, request: Request, first: int, end: int) -> Sequence[Run]:
         block_ids = request.tables[self.group_id].block_ids

@@ -13,9 +13,11 @@ from the steps of other sessions.
    report, as if it was in one more table. Not even the session itself takes it. While a pool has one session, no block
    is kept, and this session gets the blocks that it would get without these rules.
 4. A session that closes states that its steps are done. If it ends otherwise, its quarantine takes these blocks over.
+   A session that reports no step as executed while blocks wait ends as if its lease had expired, see `Session`.
 5. Contents need no rule of their own: blocks of steps in flight are pending, see `PrefixMap`.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -25,6 +27,7 @@ from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.free_list import NO_STEP
 from kvpool.core.blocks.quota import Quotas
 from kvpool.core.ids import BlockId, GroupId, SessionNumber
+from kvpool.core.sessions.request import Holding
 
 _ALL: Final = ids.StepNumber(2**62)
 """A step number after every step that a session can make."""
@@ -59,7 +62,7 @@ class StepsInFlight:
         self.is_keeping = False
         self._blocks = blocks
         self._quotas = quotas
-        self.kept: dict[SessionNumber, dict[BlockId, KeptBlock]] = {}
+        self.kept: dict[SessionNumber, OrderedDict[BlockId, KeptBlock]] = {}
 
     def begin_frees(self, launched: ids.StepNumber, *, has_others: bool) -> None:
         """Makes what the user of the free list frees from now on wait for the step `launched`."""
@@ -87,11 +90,12 @@ class StepsInFlight:
                 self._keep(KeptBlock(chunk.holder, block_id, GroupId(group_id), chunk.until))
 
     def _keep(self, block: KeptBlock) -> None:
-        kept = self.kept.setdefault(block.session_number, {})
+        kept = self.kept.setdefault(block.session_number, OrderedDict())
         if kept.pop(block.block_id, None) is None:
             self._hold(block.group_id, [block.block_id])
-            if self._quotas.min_blocks:
-                self._quotas.record_gained(None, [block.block_id], ())
+            holding = self._quotas.holding_of(block.session_number)
+            if self._quotas.applies_to(holding):
+                self._quotas.record_gained(holding, [block.block_id], ())
         kept[block.block_id] = block  # last: one that is behind a newer step waits for that, too
 
     def _hold(self, group_id: GroupId, block_ids: Sequence[BlockId]) -> None:
@@ -100,27 +104,32 @@ class StepsInFlight:
     def release(self, session_number: SessionNumber, executed: ids.StepNumber = _ALL) -> None:
         """Releases what waits for steps of a session up to `executed`. O(released blocks that were kept, chunks)."""
         self._blocks.free_list.release(session_number, executed)
-        kept = self.kept.get(session_number, {})
-        for block in list(kept.values()):
+        if holding := self._quotas.holding_of(session_number):
+            self._quotas.cover(holding)
+        kept = self.kept.get(session_number)
+        while kept:
+            block = next(iter(kept.values()))
             if block.until > executed:
                 return
             del kept[block.block_id]
-            self.free(block.group_id, [block.block_id])
+            self.free(block.group_id, [block.block_id], holding)
         self.kept.pop(session_number, None)
 
-    def free(self, group_id: GroupId, block_ids: Sequence[BlockId]) -> None:
-        """Frees blocks that are in no table."""
+    def has_waiting(self, session_number: SessionNumber) -> bool:
+        """Whether blocks wait for steps of a session."""
+        return session_number in self.kept or self._blocks.free_list.num_held_by(session_number) > 0
+
+    def free(self, group_id: GroupId, block_ids: Sequence[BlockId], holding: Holding | None = None) -> None:
+        """Frees blocks that are in no table, and count for a session with this record of held blocks, if any."""
         self._blocks.free_blocks(group_id, block_ids)
-        if self._quotas.min_blocks:
-            self._quotas.record_lost(None, block_ids)
+        if self._quotas.applies_to(holding):
+            self._quotas.record_lost(holding, block_ids)
 
     def take_over(self, session_number: SessionNumber) -> list[tuple[GroupId, list[BlockId]]]:
         """Takes everything that waits for steps of a session. Pass the result to `free` when the steps are done."""
         prefix_map, by_group = self._blocks.prefix_map, dict[GroupId, list[BlockId]]()
         for block_id in self._blocks.free_list.held_by(session_number):
-            is_cached = prefix_map.block_hash(block_id) is not None
-            group_id = prefix_map.group_id(block_id) if is_cached else GroupId(0)  # of others it is not known
-            by_group.setdefault(group_id, []).append(block_id)
+            by_group.setdefault(prefix_map.group_id(block_id), []).append(block_id)
         for group_id, block_ids in by_group.items():
             self._hold(group_id, block_ids)
         for block in self.kept.pop(session_number, {}).values():
@@ -128,14 +137,7 @@ class StepsInFlight:
         self._blocks.free_list.release(session_number, _ALL)
         return list(by_group.items())
 
-    def renumber_session(self, session_number: SessionNumber, new: SessionNumber) -> None:
-        """Moves what waits for steps of a resumed session to its new number."""
-        self._blocks.free_list.renumber_holder(session_number, new)
-        kept = self.kept.pop(session_number, None)
-        if kept:
-            self.kept[new] = {b: KeptBlock(new, b, each.group_id, each.until) for b, each in kept.items()}
-
     def restore(self, kept: Iterable[KeptBlock]) -> None:
         """Restores the blocks that are kept, in a restored pool, whose counts include them."""
         for block in kept:
-            self.kept.setdefault(block.session_number, {})[block.block_id] = block
+            self.kept.setdefault(block.session_number, OrderedDict())[block.block_id] = block

@@ -13,8 +13,10 @@
 6. What a step frees while earlier steps are in flight waits for them, see `StepsInFlight`.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from itertools import groupby
+from math import inf
 from operator import attrgetter
 from typing import Final, cast
 
@@ -24,7 +26,7 @@ from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import out_of_memory
 from kvpool.core.execution.allocate_batch import allocate_plain_rows
 from kvpool.core.execution.rows import PoolRow, Row, read_rows
-from kvpool.core.ids import BlockId, StepNumber
+from kvpool.core.ids import MAX_TOKENS, BlockId, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
@@ -61,6 +63,8 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
     try:
         rows, num_admitted_tokens = read_rows(pool, session, step)
         _reserve(pool, step, rows, num_admitted_tokens)
+        if session.requests_copy:
+            session.before_change(row.request for row in rows if isinstance(row, Row))
     except MemoryError:
         raise out_of_memory() from None
     if pool.block_lifetimes:
@@ -81,6 +85,8 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
     free_list.user = NO_SESSION
     if free_list.until:
         pool.in_flight.end_frees()
+    if free_list.num_held or pool.in_flight.kept or session.waits_since_seconds < inf:
+        _note_wait(pool, session)
     session.remember(message, result)
     pool.activity.steps += 1
     pool.activity.operations += len(step.operations)
@@ -122,8 +128,20 @@ def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int
     if executed_sequence > session.executed_sequence:
         session.executed_sequence = StepNumber(executed_sequence)
         pool.blocks.prefix_map.pending.publish(session.session_number, session.executed_sequence)
-        if pool.blocks.free_list.num_held or pool.in_flight.kept:
+        if pool.blocks.free_list.num_held or pool.in_flight.kept or session.waits_since_seconds < inf:
             pool.in_flight.release(session.session_number, session.executed_sequence)
+            _begin_wait(pool, session)
+
+
+def _note_wait(pool: KVCacheManager, session: Session) -> None:
+    """Records whether blocks wait for the session's steps, after a step; an earlier begin of the wait stays."""
+    if pool.in_flight.has_waiting(session.session_number) != (session.waits_since_seconds < inf):
+        _begin_wait(pool, session)
+
+
+def _begin_wait(pool: KVCacheManager, session: Session) -> None:
+    is_waiting = pool.in_flight.has_waiting(session.session_number)
+    session.waits_since_seconds = session.last_seen_seconds if is_waiting else inf
 
 
 class _Application:
@@ -149,16 +167,15 @@ class _Application:
                 if isinstance(row, PoolRow):
                     self._change_pool(i, row)
                 else:
+                    was_running = row.request.num_computed_tokens > 0
                     self._record_growth(row)
                     _HANDLERS[row.operation](self, i, row)
+                    self._session.num_running += (row.request.num_computed_tokens > 0) - was_running
                     self._put_credit(i, [row])
                 i += 1
         if self._pool.config.partial_hits:
             self._put_copies()
-        num_free = self._pool.quotas.num_free_for(self._session.holding)
-        if self._pool.blocks.free_list.num_held:
-            num_free = min(num_free, self._pool.blocks.num_available_blocks)
-        result.free_blocks = num_free
+        result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)
         return result
 
     def _record_growth(self, row: Row) -> None:
@@ -166,16 +183,21 @@ class _Application:
         if row.is_new:
             request.num_prompt_tokens = row.num_tokens
             self._session.add(request)
+        if row.num_prompt_tokens:
+            request.num_prompt_tokens = row.num_prompt_tokens
         request.num_tokens = row.num_tokens
         if row.hashes:
             request.hashes += row.hashes
-            if row.sampled:
-                request.sampled = [*request.sampled, *row.sampled]
+            if row.sampled and self._pool.hit_curve:
+                num_left = self._pool.hit_curve.max_sampled(len(request.hashes)) - len(request.sampled)
+                request.sampled += row.sampled[: max(num_left, 0)]
         if row.token_ids:
             request.token_ids += row.token_ids
         request.num_computed_tokens = row.num_computed_tokens
         if row.has_taken:
             request.filling_sequence = StepNumber(self._sequence - 1)
+        if self._pool.state_managers:
+            self._pool.record_state_read(request)
 
     def _allocate_batch(self, first: int, rows: Sequence[Row]) -> int:
         """Allocates slots for consecutive plain rows, together or one by one, and returns the number of rows."""
@@ -225,8 +247,10 @@ class _Application:
         )
         if new is None:
             self._refuse(i)
-        else:
-            self._put_blocks("num_new_blocks", i, new)
+            return
+        if row.num_prompt_tokens:
+            pool.cache_prompt_states(request, row.num_computed_tokens, self._sequence)
+        self._put_blocks("num_new_blocks", i, new)
 
     def admit(self, i: int, row: Row) -> None:
         if self._is_refusing or not self._budget_tokens:
@@ -237,8 +261,9 @@ class _Application:
         request.has_uncounted_lookup = False  # an admission counts its own look-up
         admission = self._pool.admit(
             request,
-            min(row.num_new_tokens or self._budget_tokens, self._budget_tokens),
+            row.num_new_tokens or MAX_TOKENS,
             row.num_lookahead_tokens,
+            budget_tokens=self._budget_tokens,
             num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,
@@ -250,7 +275,7 @@ class _Application:
             return
         self._budget_tokens -= admission.num_new_tokens
         self._column("num_new_tokens")[i] = admission.num_new_tokens
-        self._put_hit(i, admission.computed)
+        self._put_hit(i, request, admission.computed)
         self._put_blocks("num_new_blocks", i, admission.new_blocks)
 
     def lookup(self, i: int, row: Row) -> None:
@@ -293,10 +318,11 @@ class _Application:
             self._put_outcome(i, Outcome.SKIPPED)
             return
         requests = self._session.requests.values()
-        num_blocks = sum(len(table.block_ids) for table in row.request.tables)
+        max_blocks = MAX_STEP_WORK // len(requests) * BLOCKS_COMPARED_PER_HASH
+        num_blocks = sum(min(len(table.block_ids), max_blocks) for table in row.request.tables)
         self._work += len(requests) * (1 + num_blocks // BLOCKS_COMPARED_PER_HASH)
         running = (other for other in requests if other.holds_blocks)
-        counts = self._pool.get_num_common_prefix_blocks(row.request, running)
+        counts = self._pool.get_num_common_prefix_blocks(row.request, running, max_blocks)
         if any(counts):
             self._column("num_prefix_blocks", self._groups)[i * self._groups : (i + 1) * self._groups] = counts
 
@@ -308,7 +334,10 @@ class _Application:
 
     def _refuse(self, i: int) -> None:
         holding = self._session.holding
-        self._put_outcome(i, Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS)
+        outcome = Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS
+        if holding:
+            holding.is_over = False  # another refusal may have another reason
+        self._put_outcome(i, Outcome.NEVER_FITS if self._pool.take_refused_for_ever() else outcome)
         self._out_of_blocks = True
 
     def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
@@ -319,14 +348,16 @@ class _Application:
             request.num_found_tokens = computed.num_tokens
         if computed.shared_prefix_boundary_tokens and self._pool.state_managers:
             self._column("shared_prefix_boundary_tokens")[i] = computed.shared_prefix_boundary_tokens
-        self._put_hit(i, computed)
+        self._put_hit(i, request, computed)
 
-    def _put_hit(self, i: int, computed: ComputedBlocks) -> None:
+    def _put_hit(self, i: int, request: Request, computed: ComputedBlocks) -> None:
         if computed.num_tokens:
             self._column("num_hit_tokens")[i] = computed.num_tokens
         if computed.num_shared_tokens:
             self._column("num_shared_hit_tokens")[i] = computed.num_shared_tokens
         self._work += computed.num_probes
+        if self._pool.hit_curve:
+            self._work += self._pool.hit_curve.max_sampled(len(request.hashes))
         self._put_blocks("num_prefix_blocks", i, computed.block_ids)
 
     def _put_blocks(self, name: str, i: int, blocks: Sequence[Sequence[BlockId]]) -> None:
@@ -338,9 +369,9 @@ class _Application:
 
     def _put_copies(self) -> None:
         """Writes the copies that the step makes."""
-        for copy in self._session.copies:
-            if copy.sequence == self._sequence:
-                self._result.copied_block_ids += (copy.group_id, copy.source, copy.target)
+        copies = self._session.copies
+        for copy in copies[bisect_left(copies, self._sequence, key=attrgetter("sequence")) :]:
+            self._result.copied_block_ids += (copy.group_id, copy.source, copy.target)
 
     def _put_outcome(self, i: int, outcome: Outcome) -> None:
         self._column("outcomes")[i] = outcome

@@ -38,7 +38,9 @@ def free_part(pool: KVCacheManager, session: Session) -> int:
         pool.blocks.evict_blocks(pending)
         return 0
     requests = list(_first_requests(session))
+    session.before_change(requests)
     for request in requests:
+        session.num_running -= request.num_computed_tokens > 0
         pool.free(request)
         session.forget(request)
     return len(requests)
@@ -96,6 +98,7 @@ def _hide_unexecuted(pool: KVCacheManager, session: Session) -> None:
 
 
 def _free_requests(pool: KVCacheManager, session: Session) -> None:
+    session.before_change(session.requests.values())
     for request in list(session.requests.values()):
         pool.free(request)
         session.forget(request)

@@ -33,6 +33,7 @@ _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
 _LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE))
 _DECLARING: Final = frozenset((*_LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
 """Operations that can declare their request."""
+_LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OPERATIONS: Final = {int(operation): operation for operation in Operation}
 _COLUMNS: Final = (
     "request_numbers",
@@ -76,6 +77,7 @@ class Row:
             decode.
         is_new: Whether the operation declares the request, which is not yet in its session.
         num_tokens: Known tokens of the request, the appended ones included.
+        num_prompt_tokens: See `Step`.
         num_computed_tokens: Its computed tokens before the operation, without rejected ones.
         has_taken: Whether the request took tokens on credit since it was last named.
         hashes: Hashes of the blocks that the appended tokens fill.
@@ -96,6 +98,7 @@ class Row:
     hashes: Sequence[BlockHash] = ()
     sampled: Sequence[BlockHash] = ()
     token_ids: Sequence[int] = ()
+    num_prompt_tokens: int = 0
     num_new_tokens: int = 0
     num_lookahead_tokens: int = 0
     num_encoder_tokens: int = 0
@@ -197,9 +200,19 @@ class _StepReader:
         if repeated is not None:
             message = f"{step.request_numbers[repeated]} is named twice; a step names a request at most once"
             raise InvalidArgumentError(f"request_numbers[{repeated}]", message, reason="REQUEST_NAMED_TWICE")
+        if step.num_prompt_tokens:
+            self._read_prompts(rows)
         for queue in (self._hashes, self._token_ids, self._request_ids, self._lora_names, self._block_ids):
             queue.check_used()
         return rows
+
+    def _read_prompts(self, rows: Sequence[Row | PoolRow]) -> None:
+        """Reads the lengths of prompts, a column that is mostly empty."""
+        for i, (row, num_tokens) in enumerate(zip(rows, self._step.num_prompt_tokens, strict=True)):
+            most = 0 if isinstance(row, PoolRow) or row.operation in _LEAVING else row.num_tokens
+            check_range(f"num_prompt_tokens[{i}]", num_tokens, 0, most)
+            if isinstance(row, Row) and num_tokens:
+                row.num_prompt_tokens, row.is_plain = num_tokens, False
 
     def _check_header(self, count: int) -> None:
         step, groups = self._step, len(self._pool.config.groups)
@@ -218,7 +231,8 @@ class _StepReader:
     def _columns(self, count: int) -> list[Sequence[int]]:
         """Returns `_COLUMNS`, with zeros for those that are empty. Checks the length of these, and of the options."""
         step, zeros, columns = self._step, [0] * count, []
-        for name in (*_COLUMNS, *OPTION_COLUMNS) if self._has_options else _COLUMNS:
+        names = (*_COLUMNS, *OPTION_COLUMNS) if self._has_options else _COLUMNS
+        for name in (*names, "num_prompt_tokens") if step.num_prompt_tokens else names:
             column = getattr(step, name) or zeros
             if len(column) != count:
                 raise InvalidArgumentError(name, f"{len(column)} entries for {count} operations; needs 0 or {count}")
@@ -324,7 +338,7 @@ class _StepReader:
             joined = self._hashes.take(count * size_bytes)
             if count == 1:  # the usual case of a decode
                 row.hashes = [joined]  # type: ignore[list-item]  # NewType is slow to call
-                if self._hit_curve and self._hit_curve.marks[joined[0]]:
+                if self._hit_curve and self._hit_curve.marks[joined[self._hit_curve.at]]:
                     row.sampled = self._hit_curve.sample(joined)
             else:
                 row.hashes = [joined[at : at + size_bytes] for at in range(0, len(joined), size_bytes)]  # type: ignore[misc]  # as above
@@ -349,7 +363,8 @@ class _StepReader:
         check_range(where, rejected, 0, row.num_computed_tokens)
         row.num_computed_tokens -= rejected
         if not self._pool.can_reject(row.request, row.num_computed_tokens):
-            raise InvalidArgumentError(where, f"{rejected} tokens reach back behind a window whose blocks are freed")
+            message = f"{rejected} tokens reach back behind a window whose blocks are freed, or before a cached state"
+            raise InvalidArgumentError(where, message)
 
     def check_admission(self, i: int, row: Row, _: _BlockIds) -> None:
         self._read_options(i, row)

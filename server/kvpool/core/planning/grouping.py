@@ -97,6 +97,9 @@ def _as_full_attention(layers: Layers) -> Layers:
 
 
 def _remember_window(spec: AttentionSpec, block_size: int) -> FullAttentionSpec:
+    if 0 < spec.page_size_padded < spec.content_size_bytes * block_size // spec.block_size:
+        message = f"padded pages of windows do not fit blocks of {block_size} tokens"
+        raise InvalidArgumentError("disable_hybrid_kv_cache_manager", message)
     kind = MLAAttentionSpec if spec.is_latent else FullAttentionSpec
     names = [field.name for field in fields(kind) if hasattr(spec, field.name)]
     return kind(**{name: getattr(spec, name) for name in names} | {"block_size": block_size})

@@ -11,7 +11,6 @@ from kvpool.core.errors import NotFoundError
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.pools.drain_state import DrainState
 from kvpool.core.ranks.messages import PoolState, RankGroup
-from kvpool.core.views.pool_info import PoolInfo, describe_pool
 
 
 class PoolRegistry:
@@ -61,12 +60,11 @@ class PoolRegistry:
         self.rank_groups.pop(name, None)
         self.drain_state.undrain(name)
 
-    def describe(self, pool: KVCacheManager, event_sequence: int = 0) -> PoolInfo:
-        """Describes the current state of a pool. O(its sessions and requests)."""
-        state = PoolState.DEGRADED if pool.is_suspended else PoolState.READY
+    def state_of(self, pool: KVCacheManager) -> PoolState:
+        """Returns the state of a pool, without that of its ranks."""
         if not self.drain_state.accepts_sessions(pool.config.name):
-            state = PoolState.DRAINING
-        return describe_pool(pool, state, event_sequence)
+            return PoolState.DRAINING
+        return PoolState.DEGRADED if pool.is_suspended else PoolState.READY
 
     def due_quarantines(self, now_seconds: float) -> list[tuple[PoolName, tuple[SessionNumber, ...]]]:
         """The ended sessions whose quarantine has passed, by pool."""

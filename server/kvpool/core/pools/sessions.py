@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import SessionEnd
 from kvpool.core.ids import SessionId, SessionNumber
-from kvpool.core.sessions.session import Session, original_id
+from kvpool.core.sessions.session import Session
 from kvpool.core.sessions.session_ends import SessionEnds, ended_error
 
 
@@ -34,12 +34,12 @@ class SessionRegistry:
         return iter(self._by_id.values())
 
     def __getitem__(self, session_id: str) -> tuple[KVCacheManager, Session]:
-        """An open session, by any id that it has had."""
-        return self._by_id[original_id(session_id)]
+        """An open session."""
+        return self._by_id[SessionId(session_id)]
 
     def get(self, session_id: str) -> tuple[KVCacheManager, Session] | None:
-        """An open session, by any id that it has had; None if it is not open."""
-        return self._by_id.get(original_id(session_id))
+        """A session; None if it is not open."""
+        return self._by_id.get(SessionId(session_id))
 
     def find(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
         """Finds a session for its client. Does not renew the lease.
@@ -48,19 +48,11 @@ class SessionRegistry:
             NotFoundError: No open session has this id, and no remembered one had it (see `SessionEnds`). A server that
                 restarts without a journal remembers none.
             AbortedError: The session was closed, its lease expired, the epoch ended, an operator ended it, a process
-                of it has exited, another process resumed it, or its server lost its journal.
+                of it has exited, or its server lost its journal.
         """
         found = self._by_id.get(SessionId(session_id))
-        if found and found[1].open_streams and found[1].current_id == session_id:
-            return found  # nearly always, and at no further cost: it was not resumed, and cannot expire
-        found = self.find_live(session_id, now_seconds)
-        if found[1].current_id != session_id:
-            raise ended_error("SESSION_RESUMED")
-        return found
-
-    def find_live(self, session_id: str, now_seconds: float) -> tuple[KVCacheManager, Session]:
-        """As `find`, but also accepts the ids that the session had before it was resumed."""
-        found = self._by_id.get(original_id(session_id))
+        if found and found[1].open_streams:
+            return found  # nearly always, and at no further cost: its lease does not expire
         if found is None:
             raise self.ends.error(session_id)
         if found[1].is_expired(now_seconds):  # `EndSession` will free its blocks and report it
@@ -81,31 +73,34 @@ class SessionRegistry:
         return found is not None and found[1].is_expired(now_seconds)
 
     def due(self, now_seconds: float) -> list[SessionId]:
-        """The open sessions whose lease has expired, by the ids that they were opened with."""
+        """The open sessions whose lease has expired."""
         return [sid for sid, (_, session) in self._by_id.items() if session.is_expired(now_seconds)]
 
     def add(self, pool: KVCacheManager, session: Session) -> None:
         """Adds a new session, with the newest number."""
         self._by_id[session.session_id] = (pool, session)
-        pool.sessions[session.session_id] = session
+        pool.sessions[session.session_number] = session
         if session.open_key:
             self._by_open_key[session.owner, session.open_key] = session
 
-    def move_to_end(self, pool: KVCacheManager, session: Session) -> None:
-        """Restores the order after a session got the newest number."""
-        key = session.session_id
-        self._by_id[key] = self._by_id.pop(key)
-        pool.sessions[key] = pool.sessions.pop(key)
-
-    def remove(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> SessionEnd:
+    def remove(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> None:
         """Removes a session that ends, and remembers how; see `SessionEnds.remember`."""
-        pool, session = self._by_id.pop(session_id)
-        self.ends.remember(session.current_id, reason, num_freed_requests)
+        pool, session = self._by_id[session_id]
+        del pool.sessions[session.session_number]
+        self._forget(session, reason, num_freed_requests)
+
+    def remove_all(self, pool: KVCacheManager, reason: str) -> None:
+        """As `remove`, for all sessions of a pool, also after a bug in a change of one. O(sessions of all pools)."""
+        pool.sessions.clear()
+        for session in [session for its_pool, session in self if its_pool is pool]:
+            self._forget(session, reason)
+
+    def _forget(self, session: Session, reason: str, num_freed_requests: int = 0) -> None:
+        self.ends.remember(session.session_id, reason, num_freed_requests)
+        del self._by_id[session.session_id]
         key = (session.owner, session.open_key)
         if self._by_open_key.get(key) is session:  # otherwise the key opened another session after this one expired
             del self._by_open_key[key]
-        del pool.sessions[session_id]
-        return end_of(pool, session)
 
     def keyed(self) -> list[SessionId]:
         """The session that each open key opened."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sized
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPoolSnapshot
@@ -73,10 +74,8 @@ class StateSnapshot:
 
 
 def pool_snapshot(pool: KVCacheManager) -> PoolSnapshot:
-    """The pool at this moment; read it before `end_snapshot` of its blocks. O(sessions + requests)."""
-    ended = list(pool.quarantine)
-    sessions = [*pool.sessions.values(), *(each.session for each in ended)]
-    frozen = [request.freeze() for session in sessions for request in session.requests.values()]
+    """The pool at this moment; read it before `end_pool_snapshot`. O(sessions)."""
+    sessions = _sessions_of(pool)
     results = [(session.session_number, each) for session in sessions for each in session.results.values()]
     return PoolSnapshot(
         config=pool.config,
@@ -87,8 +86,8 @@ def pool_snapshot(pool: KVCacheManager) -> PoolSnapshot:
         ranks_fence=pool.ranks_fence,
         blocks=pool.blocks.snapshot(),
         sessions=Column([session.freeze() for session in pool.sessions.values()], slice_length=64),
-        quarantined=Column([replace(each, session=each.session.freeze()) for each in ended], slice_length=64),
-        requests=Column((make() for make in frozen), slice_length=1),
+        quarantined=Column([replace(each, session=each.session.freeze()) for each in pool.quarantine], slice_length=64),
+        requests=Column(chain.from_iterable([session.copy_requests() for session in sessions]), slice_length=1),
         results=Column(results, slice_length=1),
         kept=Column([each for kept in pool.in_flight.kept.values() for each in kept.values()]),
         stats=replace(pool.stats),
@@ -98,7 +97,20 @@ def pool_snapshot(pool: KVCacheManager) -> PoolSnapshot:
     )
 
 
-def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None) -> KVCacheManager:
+def end_pool_snapshot(pool: KVCacheManager) -> None:
+    """Ends a snapshot. The rest of it can no longer be read."""
+    pool.blocks.end_snapshot()
+    for session in _sessions_of(pool):
+        session.requests_copy = None
+
+
+def _sessions_of(pool: KVCacheManager) -> list[Session]:
+    return [*pool.sessions.values(), *(each.session for each in pool.quarantine)]
+
+
+def restored_pool(
+    snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None, sample_key: bytes = b""
+) -> KVCacheManager:
     """Makes a pool as it was. O(blocks ever used + sessions + requests).
 
     Raises:
@@ -109,7 +121,7 @@ def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None
     column = snapshot.blocks.free_list.column.values
     if not isinstance(column, Sized) or not 0 < len(column) <= snapshot.config.num_blocks:
         raise ValueError(f"it does not have the {snapshot.config.num_blocks} blocks of pool {snapshot.config.name!r}")
-    pool = KVCacheManager(snapshot.config, snapshot.epoch, block_lifetimes, snapshot.owner)
+    pool = KVCacheManager(snapshot.config, snapshot.epoch, block_lifetimes, snapshot.owner, sample_key)
     pool.memory_id = snapshot.memory_id
     pool.is_suspended = snapshot.is_suspended
     pool.ranks_fence = snapshot.ranks_fence
@@ -118,15 +130,16 @@ def restored_pool(snapshot: PoolSnapshot, block_lifetimes: BlockLifetimes | None
     pool.num_preemptions = snapshot.num_preemptions
     for lookup in snapshot.lookups:
         pool.recent_hit_rate.observe(*lookup)
-    pool.sessions = {session.session_id: session for session in snapshot.sessions.values}
+    pool.sessions.update((session.session_number, session) for session in snapshot.sessions.values)
     for quarantined in snapshot.quarantined.values:
         pool.quarantine.add(quarantined)
-    sessions = [*pool.sessions.values(), *(each.session for each in pool.quarantine)]
+    sessions = _sessions_of(pool)
     by_number = {session.session_number: session for session in sessions}
     for request in snapshot.requests.values:
         by_number[request.session_number].restore_request(request)
+        pool.record_state_read(request)
     for number, remembered in snapshot.results.values:
         by_number[number].restore_result(remembered)
     pool.in_flight.restore(snapshot.kept.values)
-    pool.quotas.restore(session.holding for session in sessions if session.holding)
+    pool.quotas.restore(sessions)
     return pool

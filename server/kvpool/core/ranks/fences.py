@@ -1,14 +1,13 @@
 """Fences: messages that make the ranks reject the steps of ended sessions, and the ranks' answers.
 
 1. Fences are numbered from 1, also across epochs. An answer to a fence answers all earlier ones.
-2. A session in quarantine waits for the first fence that named it as ended. The same holds for the previous number of
-   a resumed session.
+2. A session in quarantine waits for the first fence that named it as ended.
 3. The session is released when every rank has answered that fence or a newer one, and none named it as pending in its
-   last answer, under this number or a former one. A rank that is silent or lost delays the release. Answers name
-   sessions because one step that hangs, or one stopped engine, would else hold back the blocks of all later sessions.
+   last answer. A rank that is silent or lost delays the release. Answers name sessions because one step that hangs, or
+   one stopped engine, would else hold back the blocks of all later sessions.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from kvpool.core.errors import InvalidArgumentError, check_range
 from kvpool.core.ids import SessionNumber
@@ -23,8 +22,8 @@ class Fences:
     def __init__(self, registry: RankRegistry) -> None:
         self._registry = registry
         self._sequence = 0
-        self._awaited: dict[SessionNumber, tuple[Sequence[SessionNumber], int]] = {}
-        """For each number that waits: it and the session's former ones, and the first fence that named it as ended."""
+        self._awaited: dict[SessionNumber, int] = {}
+        """The first fence that named each session that waits as ended."""
 
     @property
     def are_answered(self) -> bool:
@@ -36,13 +35,13 @@ class Fences:
         epoch: int,
         last: SessionNumber,
         live: Sequence[SessionNumber],
-        awaiting: Mapping[SessionNumber, Sequence[SessionNumber]],
+        awaiting: Collection[SessionNumber],
         killed: Sequence[SessionNumber] = (),
     ) -> list[Effect]:
         """Starts the next fence; see `Membership.fence`."""
         self._sequence += 1
-        for number, numbers in awaiting.items():
-            self._awaited.setdefault(number, (numbers, self._sequence))
+        for number in awaiting:
+            self._awaited.setdefault(number, self._sequence)
         message = FenceSet(self._sequence, epoch, last, tuple(live), tuple(killed))
         effects: list[Effect] = []
         for member in self._registry:
@@ -61,11 +60,7 @@ class Fences:
             member.fence_answered, member.fence_pending = sequence, frozenset(pending)
         by_all = min(other.fence_answered for other in self._registry)
         held = frozenset[SessionNumber]().union(*(other.fence_pending for other in self._registry))
-        done = tuple(
-            number
-            for number, (numbers, named_by) in self._awaited.items()
-            if named_by <= by_all and held.isdisjoint(numbers)
-        )
+        done = tuple(number for number, named_by in self._awaited.items() if named_by <= by_all and number not in held)
         for number in done:
             del self._awaited[number]
         return [SessionsFenced(done)] if done else []

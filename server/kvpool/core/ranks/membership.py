@@ -10,7 +10,7 @@
    in flight.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from kvpool.core.errors import (
@@ -201,7 +201,7 @@ class Membership:
         self,
         last_session_number: SessionNumber,
         live: Sequence[SessionNumber],
-        awaiting: Mapping[SessionNumber, Sequence[SessionNumber]],
+        awaiting: Collection[SessionNumber],
         killed: Sequence[SessionNumber] = (),
     ) -> list[Effect]:
         """Sends a fence: the sessions whose steps may run. Call this after "ready" was sent and when sessions end.
@@ -211,8 +211,7 @@ class Membership:
         Args:
             last_session_number: The newest session number.
             live: Numbers of the pool's open sessions, ascending.
-            awaiting: Numbers that have ended, each with itself and the former numbers of its session. They are reported
-                when no step of the session under any of these is in flight on any rank.
+            awaiting: Numbers of ended sessions. They are reported when no step of them is in flight on any rank.
             killed: Numbers of ended sessions whose processes the ranks kill.
         """
         if not self._has_contents:

@@ -73,7 +73,7 @@ class RankTiming:
 
     heartbeat_seconds: float = 1.0
     heartbeat_timeout_seconds: float = 5.0
-    grace_seconds: float = 30.0
+    grace_seconds: float = 120.0
 
     def __post_init__(self) -> None:
         if not 0.01 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - the message states it

@@ -67,10 +67,9 @@ class Quarantine:
         return min((each.due_seconds for each in self._by_number.values()), default=float("inf"))
 
     @property
-    def awaiting_ranks(self) -> dict[SessionNumber, tuple[SessionNumber, ...]]:
-        """The sessions whose quarantine ends when all ranks have answered: number, and all numbers, of each."""
-        waiting = (each.session for each in self._by_number.values() if each.due_seconds == float("inf"))
-        return {session.session_number: session.numbers for session in waiting}
+    def awaiting_ranks(self) -> list[SessionNumber]:
+        """Numbers of the sessions whose quarantine ends when all ranks have answered."""
+        return [number for number, each in self._by_number.items() if each.due_seconds == float("inf")]
 
     def due(self, now_seconds: float) -> list[SessionNumber]:
         """Numbers of the sessions whose time has passed."""

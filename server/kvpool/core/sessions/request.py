@@ -5,7 +5,8 @@
 2. Every request of a session has the session's holding.
 """
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -100,15 +101,20 @@ class Holding:
         min_blocks: See `Quota`.
         max_blocks: See `Quota`.
         counts: For each block, the number of the session's tables that contain it.
-        uncovered: Held blocks beyond the session's minimum, in the order in which they were gained.
-        is_over: Whether the most recent allocation would have exceeded the maximum.
+        uncovered: Held blocks beyond the session's minimum, in the order in which they were gained. An OrderedDict
+            finds its first key in O(1), even after many deletions.
+        is_over: Whether an allocation that is being refused would have exceeded the maximum.
+        session_number: The session.
+        num_waiting_covered: Number of blocks that wait for steps of the session and count as covered.
     """
 
     min_blocks: int
     max_blocks: int
     counts: dict[BlockId, int] = field(default_factory=dict)
-    uncovered: dict[BlockId, None] = field(default_factory=dict)
+    uncovered: dict[BlockId, None] = field(default_factory=OrderedDict)
     is_over: bool = False
+    session_number: SessionNumber = field(default=SessionNumber(0), metadata=left_out("is the session's"))
+    num_waiting_covered: int = field(default=0, metadata=left_out("follows from the free list"))
 
     @property
     def num_lacking(self) -> int:
@@ -134,7 +140,7 @@ class Request:
         number: Number of the request in steps.
         session_number: Number of the session.
         num_tokens: Known tokens, prompt and output. Caching never goes past them.
-        num_prompt_tokens: Tokens that the request was declared with.
+        num_prompt_tokens: Tokens of the prompt: those that the request was declared with, or the last that was said.
         shared_prefix_boundary_tokens: Length of the prefix that the leading groups had cached at the most recent
             look-up, if it was longer than the hit of all groups; else 0. Only set if windows are cached sparsely. See
             `prefix_search`.
@@ -149,7 +155,7 @@ class Request:
         last_hashes: Hashes of larger blocks, by the number of hash blocks that each covers; selected on demand.
         token_ids: The known tokens, if the pool makes events.
         lora_name: LoRA of the request, for events.
-        sampled: Those of the hashes that the pool's `HitCurve` samples, in order.
+        sampled: Those of the hashes that the pool's `HitCurve` samples, in order, and at most its `max_sampled`.
         trace_context: Trace id, span id and flags for spans; empty or zeros for none, and after a recovery.
         tables: Block tables, group by group.
         holding: The blocks that the session's requests hold, if the session has a quota.
@@ -175,7 +181,7 @@ class Request:
     last_hashes: dict[int, list[BlockHash]] = field(default_factory=dict)
     token_ids: list[int] = field(default_factory=list)
     lora_name: str | None = None
-    sampled: Sequence[BlockHash] = field(default=(), metadata=left_out("is a statistic's"))
+    sampled: list[BlockHash] = field(default_factory=list, metadata=left_out("is a statistic's"))
     trace_context: bytes = field(default=b"", metadata=left_out("is needed by traces alone"))
     holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
     first_map: MapId = field(default=MapId(0), metadata=left_out("is the session's"))
@@ -206,3 +212,28 @@ class Request:
 
 
 _values_of = attrgetter(*Request.__dataclass_fields__)
+
+
+class RequestsCopy:
+    """The requests that a session has now, to be read while they change, end, and others are added.
+
+    Attributes:
+        requests: The requests by id. Before the session adds or removes one, it replaces its dict with a copy.
+    """
+
+    __slots__ = ("_before", "requests")
+
+    def __init__(self, requests: dict[RequestId, Request]) -> None:
+        self.requests = requests
+        self._before: dict[Request, Callable[[], Request]] = {}
+
+    def before_change(self, requests: Iterable[Request]) -> None:
+        """Keeps requests that are about to change; those that were added later are not kept."""
+        for request in requests:
+            if self.requests.get(request.request_id) is request and request not in self._before:
+                self._before[request] = request.freeze()
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self.requests.values():
+            yield (self._before.get(request) or request.freeze())()
+        self.requests, self._before = {}, {}

@@ -3,21 +3,22 @@
 1. Request ids and request numbers are unique in their session. A session cannot reach another session's requests.
 2. Steps are numbered from 1 without gaps. A step that is sent again gets the same result again and changes nothing. A
    number that is too high, or that was used for a different step, is refused.
-3. A session lives while its stream is open, and for the duration of its lease after its last call.
-4. One process drives a session. Resuming the session assigns a new id and a new number. Earlier ids can only be used
-   to resume it. Earlier numbers count as ended sessions, for ranks that hold block tables with them.
+3. A session lives while its stream is open, and for the duration of its lease after its last call. While blocks that it
+   has freed wait for its steps, it must report an executed step every MAX_STEP_SECONDS.
+4. One process drives a session. A scheduler that restarts opens another session.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from math import inf
 from typing import Final
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_size
 from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
-from kvpool.core.sessions.request import BlockCopy, Holding, Request
+from kvpool.core.sessions.request import BlockCopy, Holding, Request, RequestsCopy
 from kvpool.core.snapshots import left_out
 from kvpool.core.steps.columns import StepResult
 
@@ -27,8 +28,8 @@ REMEMBERED_ENTRIES: Final = 2**20
 REMEMBERED_KEYS: Final = 16
 MAX_KEY_BYTES: Final = 64
 MAX_WEIGHTS_VERSION_BYTES: Final = 256
-_RESUMPTION_MARK: Final = "~"
-"""Separates the original session id from the number of the resumption. Generated ids do not contain it."""
+MAX_STEP_SECONDS: Final = 600.0
+"""No step takes as long: vLLM ends an engine whose step takes 300 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +91,6 @@ def check_weights_version(weights_version: str) -> None:
     check_size("weights_version", weights_version, MAX_WEIGHTS_VERSION_BYTES)
 
 
-def original_id(session_id: str) -> SessionId:
-    """Returns the id that a session was opened with, given any of its ids."""
-    return SessionId(session_id.partition(_RESUMPTION_MARK)[0])
-
-
 @dataclass(slots=True)
 class RememberedResult:
     """The result of a step, kept in case the step is sent again. Never changed.
@@ -113,8 +109,8 @@ class Session:
     """One session of a pool.
 
     Attributes:
-        session_id: Id that the session was opened with, a secret between client and server.
-        session_number: Unique number of the session; it changes each time the session is resumed.
+        session_id: Its id, a secret between client and server.
+        session_number: Unique number of the session.
         client_name: Name that the client reports.
         lease_seconds: How long the session outlives its stream and its last call.
         last_seen_seconds: Time of the last call, on the server's monotonic clock.
@@ -122,8 +118,6 @@ class Session:
         open_arguments: Arguments of the open call, compared when the key is used again.
         holding: The blocks that the session's requests hold, if it has a quota.
         opened_seconds: When the session was opened, on the same clock.
-        current_id: Id of the process that drives the session now.
-        former_numbers: Numbers of the session before its resumptions, ascending.
         owner: Name of the token that opened the session; empty if authentication is off.
         salt: Separates the session's hashes from those of sessions with another salt; a secret.
         namespace: Separates the session's cached blocks from those of sessions with another namespace.
@@ -133,15 +127,17 @@ class Session:
         sequence: Number of the last step.
         executed_sequence: Most recent step that the session reported as executed.
         launched_sequence: Most recent step that the session reported as certain to be executed.
+        waits_since_seconds: If freed blocks wait for its steps, when they began to, or the later time at which it
+            reported an executed step; else infinity.
         num_tokens: Known tokens of all its requests together.
         copies: Copies of its steps that may still have to be made, in order. They hold their blocks, also after their
             requests are freed.
+        num_running: Number of requests with computed tokens.
         requests: The requests, in the order in which they were added.
+        requests_copy: A copy of the requests, while a snapshot is read.
         by_number: The same requests by number.
         results: The newest results by step number, oldest first.
         num_result_entries: Entries of these results together.
-        num_resumptions: Number of times that the session was resumed.
-        resume_keys: The newest keys of resumptions, oldest first.
         weights_keys: The newest keys of calls that set the weights version, oldest first.
     """
 
@@ -154,8 +150,6 @@ class Session:
     open_arguments: tuple[str | float, ...] = ()
     holding: Holding | None = None
     opened_seconds: float = field(init=False)
-    current_id: SessionId = field(init=False, repr=False)
-    former_numbers: tuple[SessionNumber, ...] = field(init=False, default=())
     owner: str = ""
     salt: bytes = field(default=b"", repr=False)
     namespace: bytes = b""
@@ -165,34 +159,19 @@ class Session:
     sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     launched_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
+    waits_since_seconds: float = inf
     num_tokens: int = 0
     copies: list[BlockCopy] = field(default_factory=list)
+    num_running: int = field(default=0, metadata=left_out("follows from requests"))
+    requests_copy: RequestsCopy | None = field(default=None, metadata=left_out("belongs to a snapshot"))
     requests: dict[RequestId, Request] = field(default_factory=dict, metadata=left_out("are a column"))
     by_number: dict[RequestNumber, Request] = field(default_factory=dict, metadata=left_out("follows from requests"))
     results: OrderedDict[int, RememberedResult] = field(default_factory=OrderedDict, metadata=left_out("are a column"))
     num_result_entries: int = field(default=0, metadata=left_out("follows from results"))
-    num_resumptions: int = 0
-    resume_keys: list[str] = field(default_factory=list)
     weights_keys: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.opened_seconds = self.last_seen_seconds
-        self.current_id = self.session_id
-
-    @property
-    def numbers(self) -> tuple[SessionNumber, ...]:
-        """All numbers of the session, ascending."""
-        return (*self.former_numbers, self.session_number)
-
-    def resume(self, key: str, session_number: SessionNumber) -> None:
-        """Assigns the next id and a new number. Resets launched_sequence, which is unknown now. O(requests)."""
-        self.former_numbers, self.session_number = self.numbers, session_number
-        self.launched_sequence = StepNumber(0)
-        for request in self.requests.values():
-            request.session_number = session_number
-        self.num_resumptions += 1
-        self.current_id = SessionId(f"{self.session_id}{_RESUMPTION_MARK}{self.num_resumptions}")
-        self.resume_keys = with_key(self.resume_keys, key)
 
     @property
     def scope(self) -> Scope:
@@ -201,17 +180,18 @@ class Session:
 
     @property
     def reports_execution(self) -> bool:
-        """Whether a step not reported as executed may not have run: the session reports execution, or was resumed."""
-        return self.executed_sequence > 0 or self.num_resumptions > 0
+        """Whether a step not reported as executed may not have run: the session reports execution."""
+        return self.executed_sequence > 0
 
     @property
     def expires_seconds(self) -> float:
-        """When the lease expires; infinity while a stream is open."""
-        return float("inf") if self.open_streams else self.last_seen_seconds + self.lease_seconds
+        """When the lease expires, see rule 3; infinity if it does not."""
+        lease_end_seconds = inf if self.open_streams else self.last_seen_seconds + self.lease_seconds
+        return min(lease_end_seconds, self.waits_since_seconds + MAX_STEP_SECONDS)
 
     def is_expired(self, now_seconds: float) -> bool:
         """Whether the lease has expired."""
-        return not self.open_streams and self.last_seen_seconds + self.lease_seconds <= now_seconds
+        return self.expires_seconds <= now_seconds
 
     def remembered_result(self, sequence: int, message: bytes) -> StepResult | None:
         """Returns the result of a step that is sent again; None for the next new step.
@@ -260,6 +240,7 @@ class Session:
         """Returns a copy of the session as it is now, without requests and results. O(blocks held with a quota)."""
         copied = copy(self)
         copied.requests, copied.by_number, copied.copies = {}, {}, list(self.copies)
+        copied.requests_copy, copied.num_running = None, 0
         copied.results, copied.num_result_entries = OrderedDict(), 0
         if self.holding:
             copied.holding = replace(
@@ -267,9 +248,25 @@ class Session:
             )
         return copied
 
+    def copy_requests(self) -> RequestsCopy:
+        """Returns the requests as they are now, to be read until `requests_copy` is removed. O(1)."""
+        self.requests_copy = RequestsCopy(self.requests)
+        return self.requests_copy
+
+    def before_change(self, requests: Iterable[Request]) -> None:
+        """Keeps requests that are about to change for a snapshot that is read. Call it also before `add` and `forget`.
+
+        The first call of a snapshot copies references to all requests of the session, about 20 ns each.
+        """
+        if self.requests_copy:
+            if self.requests_copy.requests is self.requests:
+                self.requests = self.requests.copy()
+            self.requests_copy.before_change(requests)
+
     def restore_request(self, request: Request) -> None:
         """Adds a request to a restored copy."""
         request.holding, request.first_map, request.copies = self.holding, self.first_map, self.copies
+        self.num_running += request.num_computed_tokens > 0
         self.add(request)
 
     def restore_result(self, remembered: RememberedResult) -> None:
@@ -283,8 +280,8 @@ class Session:
         return request.number if request else None
 
     def free_number(self) -> RequestNumber:
-        """Returns a number that no client can choose, for a request without a number."""
-        return RequestNumber(min((0, *self.by_number)) - 1)
+        """Returns a number that no client can choose, for the request without a number that the next step declares."""
+        return RequestNumber(-1 - self.sequence)
 
     def add(self, request: Request) -> None:
         """Adds a request with a new id and number. The caller counts the request's tokens."""

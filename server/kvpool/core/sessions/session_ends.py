@@ -1,8 +1,7 @@
 """How sessions ended: for later calls with their ids, and for a close that is sent again.
 
-1. An end is remembered under the session's original id, regardless of later resumptions.
-2. At most REMEMBERED_ENDS ends are kept. A call for an older session gets "no such session".
-3. After sessions were lost, no call gets "no such session".
+1. At most REMEMBERED_ENDS ends are kept. A call for an older session gets "no such session".
+2. After sessions were lost, no call gets "no such session".
 """
 
 from collections import OrderedDict
@@ -11,16 +10,14 @@ from typing import Final
 
 from kvpool.core.errors import AbortedError, KvpoolError, NotFoundError
 from kvpool.core.ids import SessionId
-from kvpool.core.sessions.session import original_id
 
 REMEMBERED_ENDS: Final = 4096
 _ENDS: Final = {
     "LEASE_EXPIRED": "the session's lease expired; its blocks may be allocated to other sessions",
-    "EPOCH_PASSED": "a rank of the pool was lost, with the contents of its blocks; open a new session and recompute",
+    "EPOCH_PASSED": "the contents of the pool's blocks were lost, with a rank or after a bug; open a new session",
     "SESSION_EVICTED": "an operator ended the session; its blocks may be allocated to other sessions",
     "PROCESS_GONE": "a process of this session has exited; its blocks may be allocated to other sessions",
     "SESSION_CLOSED": "the session was closed",
-    "SESSION_RESUMED": "another process has taken the session over",
     "JOURNAL_DROPPED": "the server was restarted without its sessions; open a new session and recompute",
 }
 """Message for a call with the id of an ended session, by reason."""
@@ -31,7 +28,7 @@ class RememberedEnd:
     """How a session ended; see `SessionEnds.remember`."""
 
     reason: str
-    last_id: SessionId
+    session_id: SessionId
     num_freed_requests: int
 
 
@@ -46,15 +43,15 @@ class SessionEnds:
         self._ends: OrderedDict[SessionId, RememberedEnd] = OrderedDict()
         self.is_incomplete = False
 
-    def remember(self, last_id: SessionId, reason: str, num_freed_requests: int = 0) -> None:
+    def remember(self, session_id: SessionId, reason: str, num_freed_requests: int = 0) -> None:
         """Records that a session has ended.
 
         Args:
-            last_id: Current id of the session when it ended.
+            session_id: The session.
             reason: One of the reasons in `_ENDS`.
             num_freed_requests: The answer to the call that closed it.
         """
-        self._ends[original_id(last_id)] = RememberedEnd(reason, last_id, num_freed_requests)
+        self._ends[session_id] = RememberedEnd(reason, session_id, num_freed_requests)
         if len(self._ends) > REMEMBERED_ENDS:
             self._ends.popitem(last=False)
 
@@ -68,7 +65,7 @@ class SessionEnds:
 
     def error(self, session_id: str) -> KvpoolError:
         """Returns the error for a call whose session is not open."""
-        end = self._ends.get(original_id(session_id))
+        end = self._ends.get(SessionId(session_id))
         if end:
             return ended_error(end.reason)
         if self.is_incomplete:
@@ -76,9 +73,9 @@ class SessionEnds:
         return NotFoundError("SESSION_NOT_FOUND", "no such session", field="session_id")
 
     def num_freed_by_close(self, session_id: str) -> int | None:
-        """Returns the answer to closing a session; None if the process with this id did not close it."""
-        end = self._ends.get(original_id(session_id))
-        return end.num_freed_requests if end and (end.reason, end.last_id) == ("SESSION_CLOSED", session_id) else None
+        """Returns the answer to closing a session; None if it was not closed."""
+        end = self._ends.get(SessionId(session_id))
+        return end.num_freed_requests if end and end.reason == "SESSION_CLOSED" else None
 
 
 def ended_error(reason: str) -> AbortedError:

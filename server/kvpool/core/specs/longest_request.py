@@ -35,9 +35,16 @@ def check_longest_request(config: PoolConfig) -> None:
         raise InvalidArgumentError("config.num_blocks", message, reason="ONE_REQUEST_DOES_NOT_FIT")
 
 
-def shortfall(config: PoolConfig) -> str:
-    """Describes by how much one request of maximum length exceeds the pool; empty if it fits."""
-    num_available = config.num_blocks - 1 - sum(config.num_sink_blocks)
+def shortfall(config: PoolConfig, num_unavailable: int = 0, max_blocks: int = 0) -> str:
+    """Describes by how much one request of maximum length exceeds the pool; empty if it fits.
+
+    Args:
+        config: The pool.
+        num_unavailable: Number of blocks that are reserved for other sessions.
+        max_blocks: Maximum number of blocks that a session can hold; 0 for no limit.
+    """
+    num_available = config.num_blocks - 1 - sum(config.num_sink_blocks) - num_unavailable
+    num_available = min(num_available, max_blocks) if max_blocks else num_available
     needed = most_held_blocks(config, config.max_model_len)
     if needed <= num_available:
         return ""
@@ -46,7 +53,7 @@ def shortfall(config: PoolConfig) -> str:
     )
     return (
         f"one request of {config.max_model_len} tokens needs {needed} blocks, {num_available} are available without the"
-        f" null block and sinks; the longest that fits has {longest} tokens"
+        f" null block, sinks, and what quotas withhold; the longest that fits has {longest} tokens"
     )
 
 

@@ -54,6 +54,7 @@ class Outcome(IntEnum):
     HIT_CHANGED = 3
     IN_USE = 4
     OVER_QUOTA = 5
+    NEVER_FITS = 6
 
 
 @dataclass(slots=True)
@@ -71,6 +72,7 @@ class Step:
         request_numbers: Column: number of the request.
         declares: Column: whether the operation declares its request, whose id is the next of request_ids.
         num_appended_tokens: Column: tokens appended to the request.
+        num_prompt_tokens: Column: length of the prompt, if it changes or is not that of all tokens of the declaration.
         num_new_tokens: Column: ALLOCATE: tokens to allocate; ADMIT: the maximum, 0 for all; CACHE: tokens to cache.
         num_taken_tokens: Column: tokens for which the request took slots on credit since it was last named.
         num_rejected_tokens: Column: allocated tokens that were rejected; their slots are reused.
@@ -100,6 +102,7 @@ class Step:
     request_numbers: list[int] = field(default_factory=list)
     declares: list[bool] = field(default_factory=list)
     num_appended_tokens: list[int] = field(default_factory=list)
+    num_prompt_tokens: list[int] = field(default_factory=list)
     num_new_tokens: list[int] = field(default_factory=list)
     num_taken_tokens: list[int] = field(default_factory=list)
     num_rejected_tokens: list[int] = field(default_factory=list)

@@ -1,16 +1,15 @@
-"""Explains misses: what a session can hit, and where a look-up for a prompt ends. Read-only; nothing is counted.
+"""Explains misses: where a look-up for a prompt ends. Read-only; nothing is counted.
 
 Hashes cover the tokens, the LoRA, the salts and the images, and the server sees hashes only. So it knows that a block
 is cached under another namespace or weights version, but not that a prompt with another salt would have hit.
 """
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import FIRST_MAP, FIRST_SCOPE
-from kvpool.core.blocks.prefix_search import SearchEnd
+from kvpool.core.blocks.prefix_search import NOT_IN_SCOPE, SearchEnd
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import (
     BlockHash,
@@ -21,34 +20,9 @@ from kvpool.core.ids import (
 )
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.statistics import Miss, MissReason
-from kvpool.core.views.pool_info import MAX_LISTED_VERSIONS
 
-MAX_LISTED_SCOPES: Final = 64
-MAX_LISTED_SESSIONS: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ScopeInfo:
-    """A scope of a pool; see ScopeInfo in admin.proto."""
-
-    weights_version: str
-    has_namespace: bool
-    cached_blocks: int
-    sessions: int
-    is_own: bool
-
-
-@dataclass(frozen=True, slots=True)
-class UnexecutedBlocks:
-    """A session with blocks that only it can hit; see UnexecutedBlocks in admin.proto."""
-
-    session_number: int
-    client_name: str
-    blocks: int
-    oldest_sequence: int
-    executed_sequence: int
+MAX_LISTED_VERSIONS: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +44,6 @@ class GroupEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class MissesInfo:
-    """What decides whether a session hits; see ExplainMissesResponse in admin.proto.
-
-    Attributes:
-        hash_scheme: The pool's. Without none_hash if the session has a salt, which keeps its hashes secret.
-    """
-
-    hash_scheme: HashScheme
-    scopes: tuple[ScopeInfo, ...]
-    unexecuted: tuple[UnexecutedBlocks, ...]
-    remembered_evictions: int
-
-
-@dataclass(frozen=True, slots=True)
 class PromptEnd:
     """Where a look-up for a prompt ends; see ExplainPromptResponse in admin.proto.
 
@@ -96,45 +56,6 @@ class PromptEnd:
     hit_tokens: int
     miss: Miss | None
     groups: tuple[GroupEnd, ...]
-
-
-def explain_misses(pool: KVCacheManager, session: Session | None) -> MissesInfo:
-    """Describes what decides whether a session hits; None for one without namespace and weights version.
-
-    O(sessions + scopes).
-    """
-    prefix_map, own = pool.blocks.prefix_map, session.scope if session else FIRST_SCOPE
-    is_secret = session is not None and bool(session.salt)
-    used = Counter(each.scope for each in pool.sessions.values())
-    scopes = [each for each in prefix_map.scopes() if each[1] or each[0] == own or each[0] in used]
-    listed = scopes[:MAX_LISTED_SCOPES] + [each for each in scopes[MAX_LISTED_SCOPES:] if each[0] == own]
-    return MissesInfo(
-        hash_scheme=replace(pool.config.hash_scheme, none_hash=b"") if is_secret else pool.config.hash_scheme,
-        scopes=tuple(
-            ScopeInfo(version, bool(namespace), num_cached, used[namespace, version], own == (namespace, version))
-            for (namespace, version), num_cached in listed
-        ),
-        unexecuted=tuple(_unexecuted(pool))[:MAX_LISTED_SESSIONS],
-        remembered_evictions=prefix_map.evicted.num_remembered,
-    )
-
-
-def _unexecuted(pool: KVCacheManager) -> list[UnexecutedBlocks]:
-    found = []
-    for session in pool.sessions.values():
-        by_step = pool.blocks.prefix_map.pending.num_by_step(session.session_number)
-        if by_step:
-            oldest = min(by_step)
-            found.append(
-                UnexecutedBlocks(
-                    session.session_number,
-                    session.client_name,
-                    sum(by_step.values()),
-                    oldest if oldest <= session.sequence else 0,
-                    session.executed_sequence,
-                )
-            )
-    return found
 
 
 def explain_prompt(pool: KVCacheManager, session: Session | None, num_tokens: int, block_hashes: bytes) -> PromptEnd:
@@ -178,7 +99,7 @@ def _group_end(pool: KVCacheManager, request: Request, scope: Scope, end: Search
     manager, prefix_map, reason = end.manager, pool.blocks.prefix_map, end.reason
     if reason is None:
         return GroupEnd(end.num_tokens, end.max_tokens, manager.span_tokens)
-    if reason is MissReason.UNSEEN and longest > end.num_tokens and not manager.spec.keeps_all:
+    if reason in NOT_IN_SCOPE and longest > end.num_tokens and not manager.spec.keeps_all:
         reason = MissReason.NOT_KEPT
     others = [each for each in prefix_map.scopes_of(manager.group_id, end.missing_hash) if each != scope]
     block_id = prefix_map.first_copy(manager.map_id(request), end.missing_hash)

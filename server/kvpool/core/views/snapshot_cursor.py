@@ -3,7 +3,9 @@
 1. The cursor takes turns with changes. Read all chunks first, then all events since the cursor began: the result is the
    prefix map, of all namespaces together. A hash's last event gives its current state; a hash without an event is
    unchanged.
-2. A parent comes before its children, if it is cached: in an earlier chunk, or in an event.
+2. A parent comes before its children, if the same group caches it: in an earlier chunk, or in an event.
+3. The chunks are read in the event loop. A copy of a million entries at once would stop the server for 33 ms; a thread
+   would hold the interpreter's lock for the same work, and release it later.
 """
 
 from array import array
@@ -59,7 +61,8 @@ class SnapshotCursor:
         while at is not None and not self._seen[at] and contents and (held := contents.get(at)):
             self._seen[at] = True
             self._chain.append(at)
-            at = None if held[0] is None else prefix_map.first_copy(prefix_map.map_id(at), held[0])
+            (parent, *_) = contents.further[at][-1][1] if at in contents.further else held  # of its first hash block
+            at = None if parent is None else prefix_map.first_copy(prefix_map.map_id(at), parent)
 
     def _runs(self, block_ids: list[BlockId]) -> "list[_Run]":
         contents, prefix_map = self._blocks.contents, self._blocks.prefix_map
@@ -71,7 +74,7 @@ class SnapshotCursor:
                 continue
             group_id = prefix_map.group_id(block_id)
             further = contents.further.get(block_id, ()) if contents else ()
-            for each_hash, (parent, packed, lora_name) in ((block_hash, held), *further):
+            for each_hash, (parent, packed, lora_name) in (*reversed(further), (block_hash, held)):
                 key = (parent, group_id, lora_name, len(packed))
                 last = runs[-1] if runs else None
                 if last is None or key != (last.hashes[-1], last.group_id, last.lora_name, last.size_bytes):

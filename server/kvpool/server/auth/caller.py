@@ -11,7 +11,7 @@ from typing import Final, NoReturn
 
 from kvpool.core.errors import DeniedError, KvpoolError
 from kvpool.core.state import State
-from kvpool.server.auth.tokens import Grant
+from kvpool.server.auth.tokens import Grant, Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,12 @@ def token_name() -> str:
     """The name of the caller's token; empty without tokens."""
     caller = CALLER.get()
     return caller.grant.name if caller else ""
+
+
+def tenant() -> bytes | None:
+    """The namespace of a caller that must learn nothing of others; None for an operator, and without tokens."""
+    caller = CALLER.get()
+    return caller.grant.namespace if caller and caller.grant.role is not Role.ADMIN else None
 
 
 def can_see(pool_name: str) -> bool:

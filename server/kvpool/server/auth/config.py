@@ -6,7 +6,7 @@ from typing import Final
 
 from kvpool.wire.address import DEFAULT_SOCKET_MODE
 
-PLAINTEXT_KINDS: Final = ("grpc", "metrics", "events", "replication")
+PLAINTEXT_KINDS: Final = ("grpc", "metrics", "replication")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +18,8 @@ class AuthConfig:
         tls_key: PEM file of the private key, without a passphrase.
         tls_client_ca: PEM file of the authorities for client certificates. If set, each client must present one.
         tokens: TOML file of the accepted tokens; None: every client that can connect has all permissions.
-        allow_plaintext: Which of `grpc`, `metrics`, `events` and `replication` may be served without TLS over TCP
-            beyond loopback.
+        allow_plaintext: Which of `grpc`, `metrics` and `replication` may be served without TLS over TCP beyond
+            loopback.
         socket_mode: File mode of unix sockets. A process with write permission can connect.
     """
 

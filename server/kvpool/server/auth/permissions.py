@@ -69,8 +69,8 @@ RULES: Final = {
         Role.SCHEDULER,
         {
             Scope.CONFIG: "CreatePool",
-            Scope.POOL: "GetPool WaitUntilReady OpenSession",
-            Scope.SESSION: "ResumeSession KeepAlive CloseSession GetComputedBlocks AllocateSlots CacheBlocks Free "
+            Scope.POOL: "WaitUntilReady OpenSession",
+            Scope.SESSION: "KeepAlive CloseSession GetComputedBlocks AllocateSlots CacheBlocks Free "
             "EvictBlocks ResetPrefixCache GetCommonPrefixBlocks MarkExecuted "
             "SetWeightsVersion",
             Scope.FIRST_MESSAGE: "Schedule",
@@ -87,12 +87,11 @@ RULES: Final = {
             Scope.POOL: "ListRequests ListBlocks ExplainMisses ExplainPrompt ResetPrefixCache EvictSession "
             "SetWeightsVersion RemovePool",
             Scope.POOL_OR_SERVER: "Drain Undrain",
-            Scope.SERVER: "HandOver RemoveShard",
+            Scope.SERVER: "HandOver",
         },
     ),
+    "kvpool.v1.AllocatorService/GetPool": Rule(frozenset((Role.SCHEDULER, Role.WORKER, Role.ADMIN)), Scope.POOL),
     "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _ALL_ROLES,
-    "kvpool.v1.DirectoryService/Locate": Rule(frozenset(Role), Scope.POOL),
-    "kvpool.v1.DirectoryService/Place": Rule(frozenset((Role.SCHEDULER, Role.WORKER, Role.ADMIN)), Scope.POOL),
-    **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Watch", "ListShards")},
+    **{f"kvpool.v1.DirectoryService/{method}": _ALL_ROLES for method in ("Watch", "GetShard")},
 }
 """The rule of each method."""

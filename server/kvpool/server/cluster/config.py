@@ -25,7 +25,6 @@ class ClusterConfig:
         etcd_tls_key: Its private key.
         shard: Name of the shard.
         standbys: Number of standbys that a shard should have; fewer are reported.
-        zone: Zone of this server: machines of one zone may fail together. Empty: none.
         replication_listen: Address at which standbys connect, `host:port`.
         claim_term: Term that this server begins when it starts, whatever the directory holds, unless a server has seen
             it: the way out when the directory or all other servers are lost. 0 for none. It names a term so that terms
@@ -52,7 +51,6 @@ class ClusterConfig:
     etcd_tls_key: Path | None = None
     shard: str = DEFAULT_SHARD
     standbys: int = 1
-    zone: str = ""
     claim_term: int = 0
     replication_listen: str = ""
     advertise: tuple[str, ...] = ()
@@ -71,9 +69,8 @@ class ClusterConfig:
         _ = self.etcd
         if not self.replication_listen:
             raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
-        for name, text in (("shard", self.shard), ("zone", self.zone or "none")):
-            if not NAME.fullmatch(text):
-                raise ValueError(f"{name}: {text!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
+        if not NAME.fullmatch(self.shard):
+            raise ValueError(f"shard: {self.shard!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
         host_and_port("replication_listen", self.replication_listen)
         for name, addresses in (
             ("advertise", self.advertise),

@@ -1,20 +1,16 @@
-"""The directory of a cluster: a small record per shard, who is primary and in sync; and the shard of each pool.
+"""The directory: a small record per shard, who is primary and in sync.
 
 1. A record changes only by compare-and-swap on its revision. Revisions of a shard only increase.
 2. A swap whose outcome is unknown may still be applied later. Repeat it until its outcome is known: `change_id` makes a
    record recognizable, so that a repetition which loses against the first attempt counts as won.
 3. Every read is linearizable. A watch may lag behind, and never goes back.
-4. A pool belongs to the shard that claims it first, until the primary of that shard releases it, or the shard is
-   removed.
 """
 
 import re
 import secrets
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Final, NewType, Protocol
-
-from kvpool.core.ids import PoolName
 
 MAX_MEMBERS: Final = 8
 """Maximum number of servers of a shard."""
@@ -42,13 +38,11 @@ class Member:
         member_id: Its id.
         addresses: Addresses at which clients reach it, `host:port`.
         replication_address: Address at which standbys reach it, `host:port`.
-        zone: Its zone: machines of one zone may fail together. Empty: not configured.
     """
 
     member_id: MemberId
     addresses: tuple[str, ...]
     replication_address: str
-    zone: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,21 +119,6 @@ class SwapResult:
     entry: VersionedRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """What changed in the directory of a cluster.
-
-    Attributes:
-        is_whole: Whether it is the whole directory: what is missing here does not exist.
-        shards: Entries of shards.
-        pools: The shard of each pool; None: the pool was released.
-    """
-
-    is_whole: bool
-    shards: Mapping[ShardName, VersionedRecord]
-    pools: Mapping[PoolName, ShardName | None]
-
-
 class DirectoryError(Exception):
     """The directory does not answer, or answers with an error. The outcome of a swap is then unknown."""
 
@@ -161,35 +140,11 @@ class Directory(Protocol):
     async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
         """Writes a record if the entry still has this revision; 0: if there is none."""
 
-    async def delete(self, shard: ShardName, revision: int) -> bool:
-        """Deletes the record of a shard if its entry still has this revision. Returns whether there is none now.
-
-        If the outcome is unknown, it raises DirectoryError, and may be repeated.
-        """
-
     def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
         """Yields the entry as it is now, then after each change.
 
         Changes that follow each other quickly may be left out. It continues after lost connections, and raises
         DirectoryError only if it cannot.
-        """
-
-    def watch_all(self) -> AsyncIterator[Changes]:
-        """Yields the whole directory, then what changed, and the whole again after a lost connection.
-
-        Damaged records of shards and pools are left out, and logged. Raises DirectoryError only if it cannot continue.
-        """
-
-    async def claim_pool(self, pool: PoolName, shard: ShardName) -> ShardName:
-        """Claims a pool for a shard, unless a shard has it. Returns the shard that has it.
-
-        If the outcome is unknown, it raises DirectoryError, and may be repeated.
-        """
-
-    async def release_pool(self, pool: PoolName, shard: ShardName, revision: int) -> bool:
-        """Releases a pool of a shard, if the shard's entry still has this revision; 0: if there is none.
-
-        The revision fences a primary that another one has replaced. Returns whether the pool was released now.
         """
 
     async def close(self) -> None:

@@ -40,7 +40,7 @@ class HandOvers:
         self._shard = shard
         self._lock = asyncio.Lock()
 
-    async def run(self, hold: Callable[[], None], resume: Callable[[], None], to: str = "") -> bool:
+    async def run(self, hold: Callable[[], None], resume: Callable[[], None]) -> bool:
         """Makes an in-sync standby the primary; if there is none, one of another version, which gets the state first.
 
         A call waits until an earlier one has ended.
@@ -48,18 +48,17 @@ class HandOvers:
         Args:
             hold: Begins no further turn.
             resume: Undoes it.
-            to: Address of the standby for clients; empty for any standby.
 
         Returns:
             Whether this server was the primary, and is deposed now.
         """
         async with self._lock:
-            return await self._run(hold, resume, to)
+            return await self._run(hold, resume)
 
-    async def _run(self, hold: Callable[[], None], resume: Callable[[], None], to: str) -> bool:
+    async def _run(self, hold: Callable[[], None], resume: Callable[[], None]) -> bool:
         replica, waiting = self._driver.replica, self._check.waiting
         connected = [member for member in replica.in_sync if member.member_id in replica.standbys.connected]
-        candidates = [member for member in (*connected, *waiting) if not to or to in member.addresses]
+        candidates = [*connected, *waiting]
         if replica.role is not Role.PRIMARY or not candidates:
             return False
         successor = candidates[0].member_id

@@ -20,7 +20,7 @@ from kvpool.server.journal.folder import FORMAT
 from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.wire import changes, steps
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Version of the stream between servers."""
 OTHER_VERSION: Final = "OTHER_VERSION"
 """Reason for which a server of another version is refused, unless the primary hands over to it."""

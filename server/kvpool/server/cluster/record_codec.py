@@ -22,7 +22,7 @@ from kvpool.server.cluster.directory import (
 from kvpool.server.codec import DamageError, from_plain, to_plain
 from kvpool.wire.address import host_and_port
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 MAX_RECORD_BYTES: Final = 4096
 MAX_MEMBER_BYTES: Final = 480
 """Maximum size of a member, so that a record has space for `MAX_MEMBERS` of them."""
@@ -97,8 +97,6 @@ def check_member(member: Member) -> None:
     """
     if not is_member_id(member.member_id):
         raise InvalidArgumentError("member_id", f"needs 1 to {2 * MEMBER_ID_BYTES} letters, digits, '.', '_' and '-'")
-    if member.zone and not NAME.fullmatch(member.zone):
-        raise InvalidArgumentError("zone", "needs 1 to 64 letters, digits, '.', '_' and '-'")
     _check_address("replication_address", member.replication_address)
     if not member.addresses:
         raise InvalidArgumentError("addresses", "is empty")

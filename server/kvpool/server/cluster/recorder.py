@@ -1,15 +1,14 @@
 """Records commands in the journal of a primary and at its standbys."""
 
 import logging
-import os
-from typing import Any, Final
+from typing import Any, NoReturn
 
 from kvpool.core.commands import Command
 from kvpool.server.cluster.replicator import Replicator
+from kvpool.server.crash import crash
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record
 
-_EXIT_STATUS: Final = 70
 _log = logging.getLogger("kvpool.server.cluster")
 
 
@@ -36,9 +35,7 @@ class Recorder:
         self._journal.write(frame, command)
         self._replicator.append(frame)
 
-    def give_up_after_bug(self) -> None:
+    def crash_after_bug(self, method: str) -> NoReturn:
         """Ends the process, because a command failed halfway: another server has the state before it, or after it."""
-        self._journal.give_up_after_bug()
-        _log.critical("bug: a change failed halfway, the server exits", exc_info=True)
-        logging.shutdown()
-        os._exit(_EXIT_STATUS)
+        _log.critical("bug: a change failed halfway, the server exits", extra={"method": method}, exc_info=True)
+        crash()

@@ -237,9 +237,8 @@ class PrimaryStream(asyncio.Protocol):
                 self._client.state.execute(frame)
             except (DamageError, MismatchError, KvpoolError):
                 raise
-            except BaseException:
-                self._client.recorder.give_up_after_bug()
-                raise
+            except BaseException:  # noqa: BLE001 - the process ends
+                self._client.recorder.crash_after_bug("follow")
         elif frame.kind is not FrameKind.MARK:
             raise DamageError(f"a {frame.kind.name} instead of a record")
         self._client.position += 1

@@ -7,7 +7,7 @@ from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.metrics.cluster_metrics import ShardSample
 
 
-def sample_shard(member: ShardMember, num_conflicting_pools: int = 0) -> ShardSample:
+def sample_shard(member: ShardMember) -> ShardSample:
     """Copies the figures of a moment; called on the event loop."""
     replica, replicator = member.replica, member.replicator
     standbys = replica.standbys.connected.values()
@@ -30,5 +30,4 @@ def sample_shard(member: ShardMember, num_conflicting_pools: int = 0) -> ShardSa
         is_directory_up=not member.directory_client.error,
         lost_states=replica.num_lost_states,
         differences=member.client.num_differences,
-        conflicting_pools=num_conflicting_pools,
     )

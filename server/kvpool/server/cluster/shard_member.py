@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Coroutine
 from typing import Any, Final, Protocol
 
-from kvpool.core.errors import NotPrimaryError, UnavailableError
+from kvpool.core.errors import NotPrimaryError
 from kvpool.server.cluster import effects, events
 from kvpool.server.cluster.directory import Directory, Seen
 from kvpool.server.cluster.directory_client import DirectoryClient
@@ -133,17 +133,6 @@ class ShardMember:
     def refusal(self) -> NotPrimaryError | None:
         """The error for calls while this server is not the primary; None while it is."""
         return None if self.replica.role is Role.PRIMARY else self.replica.not_primary_error
-
-    async def confirmed(self) -> None:
-        """Waits until the standbys have every change so far, or indefinitely if this server is deposed."""
-        while True:
-            try:
-                await self.gate.wait(None)
-            except NotPrimaryError:
-                await asyncio.Event().wait()
-            except UnavailableError:  # not in time: this message has all the time
-                continue
-            return
 
     # The driver
 

@@ -1,1 +1,1 @@
-"""Block events: numbered logs and ZeroMQ publishers."""
+"""Numbered logs of block events."""

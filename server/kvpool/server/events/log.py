@@ -6,7 +6,7 @@
 
 import asyncio
 import time
-from typing import Final, Protocol
+from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import KvpoolError
@@ -34,25 +34,17 @@ class LiveEventLog(EventLog):
         self._closed_by = error
         self._wake()
 
-    async def wait(self, sequence: int) -> None:
-        """Waits until batch `sequence` exists.
+    async def get(self, sequence: int) -> LoggedBatch:
+        """Waits for batch `sequence` and returns it.
 
         Raises:
+            WrongStateError: It is no longer kept.
             KvpoolError: The log was closed with this error before such a batch.
         """
         while sequence > self.last_sequence:
             if self._closed_by:
                 raise self._closed_by
             await self._changed.wait()
-
-    async def get(self, sequence: int) -> LoggedBatch:
-        """Waits for batch `sequence` and returns it.
-
-        Raises:
-            WrongStateError: It is no longer kept.
-            KvpoolError: As `wait`.
-        """
-        await self.wait(sequence)
         return self.kept(sequence)
 
     def _wake(self) -> None:
@@ -60,30 +52,16 @@ class LiveEventLog(EventLog):
         self._changed = asyncio.Event()
 
 
-class Publishers(Protocol):
-    """Publishes the events of pools elsewhere too; see `kvpool.server.events.publishers`."""
-
-    def add(self, pool: KVCacheManager, log: LiveEventLog) -> None:
-        """Starts the publisher of a pool, unless it is running."""
-
-    def remove(self, name: PoolName) -> None:
-        """Stops the publisher of a removed pool."""
-
-
 class EventLogs:
     """The event logs of a server's pools.
 
     Args:
-        publishers: Publishes the logs elsewhere too; None for not.
         kept_bytes: See `EventLog`, for each log.
         kept_names: Number of removed pools whose newest batch number is remembered by name. For all older ones only the
             maximum is kept.
     """
 
-    def __init__(
-        self, publishers: Publishers | None = None, kept_bytes: int = KEPT_BYTES, kept_names: int = KEPT_NAMES
-    ) -> None:
-        self._publishers = publishers
+    def __init__(self, kept_bytes: int = KEPT_BYTES, kept_names: int = KEPT_NAMES) -> None:
         self._logs: dict[PoolName, LiveEventLog] = {}
         self._past_sequences: dict[PoolName, int] = {}
         self._max_names = kept_names
@@ -102,8 +80,6 @@ class EventLogs:
         if name not in self._logs:
             past_sequence = self._past_sequences.pop(name, self._forgotten_sequence)
             self._logs[name] = LiveEventLog(kept_bytes=self._kept_bytes, past_sequence=past_sequence)
-        if self._publishers:
-            self._publishers.add(pool, self._logs[name])
         return self._logs[name]
 
     def publish(self, pool: KVCacheManager) -> None:
@@ -113,8 +89,6 @@ class EventLogs:
 
     def close(self, name: PoolName, error: KvpoolError) -> None:
         """Closes the log of a pool that was removed; see `LiveEventLog.close`."""
-        if self._publishers:
-            self._publishers.remove(name)
         log = self._logs.pop(name)
         self._past_sequences[name] = log.last_sequence + 1  # a number that no watcher can continue from
         if len(self._past_sequences) > self._max_names:

@@ -7,19 +7,18 @@
 | 3 | calls of the token | `TOO_MANY_TOKEN_CALLS` | `token_check.py` |
 | 4 | the request arrives | `NOTHING_SENT` | `request_reader.py` |
 | 5 | size, fields and format of each message | `MESSAGE_TOO_LARGE`, `MALFORMED` | `limits/messages.py` |
-| 6 | shard of the call | `NOT_PRIMARY` without an address | `primary_check.py` |
-| 7 | the server is the primary | `NOT_PRIMARY` with its address | `primary_check.py` |
-| 8 | token | `NO_TOKEN`, `UNKNOWN_TOKEN`, `TOKEN_EXPIRED` | `token_check.py` |
-| 9 | role of the token | `ROLE` | `token_check.py` |
-| 10 | the token is still valid | `TOKEN_REVOKED`, `TOKEN_CHANGED`, `TOKEN_EXPIRED` | `token_check.py` |
-| 11 | scope: the pool or session of the request | `POOL`, `SESSION` | `auth/caller.py` |
+| 6 | the server is the primary | `NOT_PRIMARY` with its address | `primary_check.py` |
+| 7 | token | `NO_TOKEN`, `UNKNOWN_TOKEN`, `TOKEN_EXPIRED` | `token_check.py` |
+| 8 | role of the token | `ROLE` | `token_check.py` |
+| 9 | the token is still valid | `TOKEN_REVOKED`, `TOKEN_CHANGED`, `TOKEN_EXPIRED` | `token_check.py` |
+| 10 | scope: the pool or session of the request | `POOL`, `SESSION` | `auth/caller.py` |
 
 Then the service waits for its turn, finds the session, and checks limits and budgets. A deadline of the client ends the
 call at any point.
 
-1. A call without permission (8, 9) is known from its headers. It skips 3 to 5, so its request is never read.
-2. The shard is checked first all the same: a token may have reached the primary and not yet its standbys.
-3. A stream of requests passes 1 to 3 and 6 to 10 when it opens. Each message passes 5, and the first one 4 and 11, in
+1. A call without permission (7, 8) is known from its headers. It skips 3 to 5, so its request is never read.
+2. The primary is checked first all the same: a token may have reached it and not yet its standbys.
+3. A stream of requests passes 1 to 3 and 6 to 9 when it opens. Each message passes 5, and the first one 4 and 10, in
    the service.
 4. Errors of the service become statuses here. They pass the gate of a primary as answers do.
 5. A call is counted once, with its final status; one that exceeds a limit also by its reason. Calls of methods that do

@@ -8,13 +8,11 @@ from kvpool.server.cluster.gate import Gate
 from kvpool.server.guard.call import GuardedCall
 from kvpool.server.guard.statuses import abort
 from kvpool.server.limits.streams import Context
-from kvpool.wire.channels import SHARD_KEY
 
 _OPEN: Final = (
     "grpc.health.v1.Health/",
     "grpc.reflection.v1alpha.",
     "kvpool.v1.DirectoryService/",
-    "kvpool.v1.AdminService/RemoveShard",
 )
 """Answered by every server, without a confirmation."""
 _UNCONFIRMED: Final = frozenset(
@@ -27,24 +25,15 @@ _UNCONFIRMED: Final = frozenset(
 """Views for people, which a primary answers without a confirmation, and what it answers when it is one no longer."""
 
 
-class OtherShardError(NotPrimaryError):
-    """The call is for another shard, to which this server has belonged, or a server at its address."""
-
-    def __init__(self, shard: str, own_shard: str) -> None:
-        super().__init__((), 0, f"the call is for shard {shard!r}, the server belongs to {own_shard!r}")
-
-
 class PrimaryCheck:
     """The check of a server of a shard.
 
     Args:
-        shard: Name of the shard.
         gate: The gate.
         refusal: Returns the error for calls while this server is not the primary; None while it is.
     """
 
-    def __init__(self, shard: str, gate: Gate, refusal: Callable[[], NotPrimaryError | None]) -> None:
-        self._shard = shard
+    def __init__(self, gate: Gate, refusal: Callable[[], NotPrimaryError | None]) -> None:
         self._gate = gate
         self._refusal = refusal
 
@@ -52,13 +41,11 @@ class PrimaryCheck:
         """Lets a call through, and puts the gate in front of its answers.
 
         Raises:
-            NotPrimaryError: The call is for another shard, or this server is not the primary.
+            NotPrimaryError: This server is not the primary.
         """
         if call.method.startswith(_OPEN):
             return
-        shard = call.header(SHARD_KEY, self._shard)
-        refusal = self._refusal() if shard == self._shard else OtherShardError(shard, self._shard)
-        if refusal:
+        if refusal := self._refusal():
             raise refusal
         if call.method not in _UNCONFIRMED:
             call.context = GatedContext(call.context, self._gate, call.method)  # type: ignore[assignment]  # as one

@@ -17,12 +17,13 @@ from aiohttp import web
 
 from kvpool.server.http.collector import Copied
 from kvpool.wire.http_server import ANSWER_SECONDS, Handler, text_response
+from kvpool.wire.readable import message_json
 
 MAX_VIEWERS: Final = 16
 """Maximum number of streams, fewer than connections, so that there is room for scrapes."""
-PARTS: Final = ("server", "pools", "blocks", "sessions", "ranks", "shards", "history", "events")
+PARTS: Final = ("server", "pools", "blocks", "sessions", "members", "history", "events")
 """The parts of the page: each is an event of the stream, and a page of JSON."""
-_API: Final = "/api/v1"
+_API: Final = "/api/v2"
 _FILES: Final = {
     "/": ("index.html", "text/html"),
     "/status.css": ("status.css", "text/css"),
@@ -157,5 +158,5 @@ class _File:
         return web.Response(body=self._content, headers=self._headers)
 
 
-def _encoded(part: Any) -> bytes:  # noqa: ANN401 - a JSON value
-    return json.dumps(part, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+def _encoded(part: Any) -> bytes:  # noqa: ANN401 - a JSON value, with messages
+    return json.dumps(part, ensure_ascii=False, separators=(",", ":"), default=message_json).encode(errors="replace")

@@ -23,22 +23,33 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from kvpool.server.codec import DamageError, decode, encode
+from kvpool.server.codec import DamageError, encode, from_plain, loads
 from kvpool.server.journal.frames import DAMAGE, Frame, FrameKind, FrameParser, encode_frame
 from kvpool.wire.descriptor_reserve import DescriptorReserve
 from kvpool.wire.file_ids import file_id
 
-FORMAT: Final = 14
+FORMAT: Final = 16
 """Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 3
 """Format of `pools`, which outlives the other files."""
+
+_BEGIN_OF_0_1: Final = b"kvpool1\n"
+"""How the files of kvpool 0.1 begin, whose headers this version cannot read."""
 
 _NUM_RESERVED: Final = 16
 """Descriptors kept for the journal, which needs three at a time."""
 
 _BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 _NAME: Final = re.compile(r"(log|snapshot)-(\d+)(\.part)?")
+
+
+class FormatError(DamageError):
+    """A file has an older or a newer format than this version reads, and may be intact."""
+
+    def __init__(self, name: str, found: str) -> None:
+        what = f"{name} has {found}, and this version reads format {format_of(name)}"
+        super().__init__(f"{what}; it is not damaged: clients open new sessions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,17 +354,29 @@ def reading(path: Path) -> Iterator[OpenFile]:
     """Opens a file, and reads its header.
 
     Raises:
-        DamageError: The header is damaged, or names another file, or another format.
+        FormatError: The file has another format.
+        DamageError: The header is damaged, or names another file.
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:
+        if file.read(len(_BEGIN_OF_0_1)) == _BEGIN_OF_0_1:
+            raise FormatError(path.name, "the older format of kvpool 0.1")
+        file.seek(0)
         parser = FrameParser()
         frames = parser.read(file)
         first = next(frames, None)
-        header = decode(Header, first.payload) if first else None
-        if header and (header.name, header.format) != (path.name, format_of(path.name)):
-            raise DamageError("has another name or another format in its header")
-        yield OpenFile(header, frames, parser, file)
+        yield OpenFile(_header_of(path, first) if first else None, frames, parser, file)
+
+
+def _header_of(path: Path, frame: Frame) -> Header:
+    plain, expected = loads(frame.payload), format_of(path.name)
+    found = plain.get("format") if isinstance(plain, dict) else None
+    if isinstance(found, int) and found != expected:
+        raise FormatError(path.name, f"the {'older' if found < expected else 'newer'} format {found}")
+    header = from_plain(Header, plain)
+    if header.name != path.name:
+        raise DamageError("has another name in its header")
+    return header
 
 
 def _part_of(path: Path) -> Path:

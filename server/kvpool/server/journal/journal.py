@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any, Final
 from kvpool.core.commands import ApplyStep, Command
 from kvpool.core.pools.snapshots import StateSnapshot
 from kvpool.core.state import State
+from kvpool.server.crash import crash
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
 from kvpool.server.journal.config import JournalConfig
 from kvpool.server.journal.folder import Folder, FrameFile, Writer
@@ -35,7 +35,6 @@ from kvpool.server.metrics.observations import JournalCounts
 CHECK_SECONDS: Final = 1.0
 """Interval at which a running server checks that its files are in place."""
 _END: Final = encode_frame(FrameKind.END, b"")
-_EXIT_STATUS: Final = 70
 
 _log = logging.getLogger("kvpool.server")
 
@@ -339,14 +338,19 @@ class Journal:
                 self.counts.size_bytes = self._folder.size_bytes()
         except OSError as error:
             _log.critical("journal cannot be deleted, server exits", extra={"error": _detail(error)})
-            logging.shutdown()  # writes that record
-            os._exit(_EXIT_STATUS)
+            crash()
         if log:
             log.close()
         self._due.set()
 
-    def give_up_after_bug(self) -> None:
-        """Gives the journal up, because a command failed halfway: the records no longer match the state."""
+    def crash_after_bug(self, method: str) -> None:
+        """Ends the process after a command that failed halfway: a restart recovers the state before it.
+
+        Returns if a restart would not. The journal then begins again with a snapshot of what the caller makes of it.
+        """
+        if self.is_complete:
+            _log.critical("bug: a change failed halfway, the server exits", extra={"method": method}, exc_info=True)
+            crash()
         if self.is_recording:
             self._give_up("BUG", "a change failed halfway")
 

@@ -18,13 +18,12 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.server.codec import DamageError, decode, encode
 from kvpool.server.journal.folder import Folder, reading
-from kvpool.server.journal.frames import Frame, FrameKind, FrameParser, encode_frame
+from kvpool.server.journal.frames import Frame, FrameKind, encode_frame
 from kvpool.v1 import pool_pb2
 from kvpool.wire.pools import config_from_proto, config_to_proto
 
 EPOCH_LEAP: Final = 1000
 """Number of epochs that may have begun without a record, while the disk was full."""
-_BEGIN_OF_FORMAT_2: Final = b"kvpool1\n"
 FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a full disk, which do not pass soon."""
 
@@ -106,30 +105,20 @@ class PoolList:
 
 
 def read_pools(folder: Folder) -> list[PastPool] | None:
-    """Reads the file; None if it does not exist. If it was never written, nothing is known of the pools.
+    """Reads the file; None if it does not exist. If it was never written, the list is empty.
 
     Raises:
-        DamageError: The file is damaged.
+        DamageError: The file is damaged, or has another format.
         OSError: The file cannot be read.
     """
     path = folder.path / "pools"
     try:
-        content = path.read_bytes()
-        if not content:
-            return [PastPool("", 0)]
-        if content.startswith(_BEGIN_OF_FORMAT_2):
-            return _pools_of_format_2(content)
+        if not path.stat().st_size:
+            return []
         with reading(path) as file:
             return decode(list[PastPool], _pools_payload(file.frames))
     except FileNotFoundError:
         return None
-
-
-def _pools_of_format_2(content: bytes) -> list[PastPool]:
-    """The pools in a file of kvpool 0.1, which has tuples in place of maps."""
-    frames = FrameParser().feed(content.removeprefix(_BEGIN_OF_FORMAT_2))
-    next(frames, None)  # the header
-    return [PastPool(*entry) for entry in decode(list[tuple[str, int, bytes]], _pools_payload(frames))]
 
 
 def _pools_payload(frames: Iterator[Frame]) -> bytes:

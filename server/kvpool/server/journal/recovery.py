@@ -24,7 +24,7 @@ from kvpool.core import commands
 from kvpool.core.errors import OUT_OF_MEMORY, KvpoolError
 from kvpool.core.state import State
 from kvpool.server.codec import DamageError
-from kvpool.server.journal.folder import Folder, Header, Writer, reading
+from kvpool.server.journal.folder import Folder, FormatError, Header, Writer, reading
 from kvpool.server.journal.frames import Frame, FrameKind
 from kvpool.server.journal.pool_list import EPOCH_LEAP, PastPool, read_pools
 from kvpool.server.journal.records import MismatchError, execute_record
@@ -34,7 +34,6 @@ from kvpool.wire.file_ids import file_id
 
 NUM_REPETITIONS: Final = 5
 """Number of times that a journal is read again after a read error, with pauses of 3 s in all."""
-"""Pauses after which a journal that could not be read is read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,7 +216,7 @@ def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: 
     if isinstance(error, _DroppedError):
         reason = error.reason
     elif isinstance(error, DamageError):
-        reason = "DAMAGED"
+        reason = "OTHER_FORMAT" if isinstance(error, FormatError) else "DAMAGED"
     state = make()
     state.execute(commands.LoseSessions(), 0.0)
     for past in _past_pools(folder):
@@ -230,10 +229,11 @@ def _dropped(folder: Folder, make: Callable[[], State], past_epoch: int, error: 
 
 
 def _past_pools(folder: Folder) -> list[PastPool]:
+    unlisted = PastPool("", 0)  # of any name and epoch
     try:
-        return read_pools(folder) or []
+        return [unlisted, *(read_pools(folder) or ())]
     except DamageError:
-        return []
+        return [unlisted]
 
 
 def _log_recovery(found: Recovery, folder: Folder) -> None:

@@ -47,7 +47,7 @@ class JournaledRequest:
     def has_ended(self) -> bool:
         """Whether it was freed, or its session has ended."""
         request, session = self.request, self.session
-        is_open = self.pool.sessions.get(session.session_id) is session
+        is_open = self.pool.sessions.get(session.session_number) is session
         return not is_open or session.requests.get(request.request_id) is not request
 
 

@@ -101,18 +101,6 @@ class Limits:
         if num_pools >= self.max_token_pools:
             raise _too_many("TOO_MANY_TOKEN_POOLS", f"the token {owner!r} has {num_pools} pools", field)
 
-    def check_token_claims(self, owner: str, num_claims: int, field: str) -> None:
-        """Raises ExhaustedError if no further name of a pool may be claimed with the tokens of this name.
-
-        Args:
-            owner: Name of the token.
-            num_claims: Number of names that it has claimed, of pools that are not known to exist.
-            field: The field that names the pool.
-        """
-        if num_claims >= self.max_token_pools:
-            message = f"the token {owner!r} has claimed {num_claims} names of pools that are not created"
-            raise _too_many("TOO_MANY_TOKEN_POOLS", message, field)
-
     def check_blocks(self, owner: str, num_blocks: int, num_other_blocks: int, field: str) -> None:
         """Raises ExhaustedError if a pool of `num_blocks` has no place beside other pools.
 

@@ -10,8 +10,6 @@ from kvpool.wire.address import ip_addresses
 
 NUM_OTHER_FILES: Final = 128
 """Files that are kept for everything but connections: the journal, credentials, metrics, listeners, gRPC, Python."""
-_FILES_PER_EVENT_SOCKET: Final = 2
-"""Files of a ZeroMQ socket: its signals, and the listener or the connection."""
 _MOST_AUTOMATIC: Final = 8192
 """Maximum per address that is chosen without a setting: twice the default of `max_sessions`."""
 
@@ -23,28 +21,24 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def max_connections(requested: int, addresses: Sequence[str], num_event_sockets: int = 0) -> int:
+def max_connections(requested: int, addresses: Sequence[str]) -> int:
     """Returns the maximum number of connections per address, so that all of them fit into the limit of open files.
-
-    Subscribers of published events get as many files as one address.
 
     Args:
         requested: The setting `max_connections`; 0: as many as fit, up to 8,192.
         addresses: The addresses that the server listens on.
-        num_event_sockets: Number of ZeroMQ sockets.
 
     Raises:
         OSError: The limit of open files is too low.
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = sys.maxsize if soft == resource.RLIM_INFINITY else soft
-    num_listeners = sum(map(_num_listeners, addresses)) + bool(num_event_sockets)
-    num_others = NUM_OTHER_FILES + _FILES_PER_EVENT_SOCKET * num_event_sockets
-    fitting = (limit - num_others) // num_listeners
+    num_listeners = sum(map(_num_listeners, addresses))
+    fitting = (limit - NUM_OTHER_FILES) // num_listeners
     if fitting < max(requested, 1):
-        needed = max(requested, 1) * num_listeners + num_others
+        needed = max(requested, 1) * num_listeners + NUM_OTHER_FILES
         raise OSError(
-            f"max_connections: {requested or 1} for each of {num_listeners} listeners and {num_others} other "
+            f"max_connections: {requested or 1} for each of {num_listeners} listeners and {NUM_OTHER_FILES} other "
             f"files need {needed} file descriptors; the limit is {limit} (ulimit -n)"
         )
     return requested or min(fitting, _MOST_AUTOMATIC)

@@ -29,6 +29,17 @@ def keep_freed_memory() -> None:
         mallopt(_MMAP_THRESHOLD, _MAX_MMAP_THRESHOLD_BYTES)
 
 
+def collect_old_garbage_rarely() -> None:
+    """Makes full collections of garbage a hundred times rarer, after one of what recovery has left.
+
+    A full collection visits each request and each kept event, 70 ms for 20,000 requests. Small steps of one token
+    caused one in 50 steps. `return_freed_memory` collects while memory is short.
+    """
+    gc.collect()  # else the next steps visit all recovered objects, as the collector was off
+    young, middle, _ = gc.get_threshold()
+    gc.set_threshold(young, middle, 1000)
+
+
 async def return_freed_memory(max_bytes: int) -> None:
     """Returns what Python and glibc keep to the kernel, while the process has most of its maximum. Runs indefinitely.
 

@@ -1,4 +1,4 @@
-"""Limits on streams: how many are open, how long one may stall, how long one may occupy the event loop."""
+"""Limits on streams: how many are open, and how long one may stall."""
 
 import asyncio
 import contextlib
@@ -46,21 +46,6 @@ class StreamSlots:
             yield
         finally:
             self._num_streams -= 1
-
-
-class ChunkTurns:
-    """Splits long work of many tasks into chunks: one chunk per turn of the event loop, first come, first served.
-
-    Other work on the loop waits for one chunk, not for one chunk of each task.
-    """
-
-    def __init__(self) -> None:
-        self._lock = asyncio.Lock()
-
-    async def next(self) -> None:
-        """Waits for the task's turn, at least until all other ready tasks have run."""
-        async with self._lock:
-            await asyncio.sleep(0)
 
 
 class StreamWriter:

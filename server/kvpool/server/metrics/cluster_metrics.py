@@ -33,7 +33,6 @@ class ShardSample:
         is_directory_up: Whether the directory could be used when it was used last.
         lost_states: How often this process became the primary without the state of the last primary.
         differences: How often this process, as a standby, found that its state differed from the primary's.
-        conflicting_pools: Pools of this primary that the directory gives to another shard.
     """
 
     shard: str
@@ -52,7 +51,6 @@ class ShardSample:
     is_directory_up: bool
     lost_states: int
     differences: int
-    conflicting_pools: int
 
 
 _SHARD: Final[dict[str, Row[ShardSample]]] = {
@@ -86,9 +84,6 @@ _SHARD: Final[dict[str, Row[ShardSample]]] = {
     ),
     "kvpool_shard_directory_up": Row(
         "1 if the directory could be used when the server used it last.", lambda shard: shard.is_directory_up
-    ),
-    "kvpool_shard_conflicting_pools": Row(
-        "Pools of this primary that the directory gives to another shard.", lambda shard: shard.conflicting_pools
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Figures that the server counts outside the core: calls, steps, publishers and the journal."""
+"""Figures that the server counts outside the core: calls, steps and the journal."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,24 +7,6 @@ from typing import Final
 
 from kvpool.core.ids import PoolName
 from kvpool.core.statistics import Histogram
-
-
-@dataclass(slots=True)
-class PublisherCounts:
-    """Counts of the ZeroMQ publisher of one pool.
-
-    Attributes:
-        messages: Messages published, heartbeats included; the number of the next message.
-        skipped_batches: Batches that were never published because the publisher fell behind the log. All cached blocks
-            were published again instead. Messages that ZeroMQ drops for a slow subscriber are not counted here.
-        replays: Replays served.
-        snapshots: Snapshots served.
-    """
-
-    messages: int = 0
-    skipped_batches: int = 0
-    replays: int = 0
-    snapshots: int = 0
 
 
 @dataclass(slots=True)

@@ -5,16 +5,21 @@ The number of label values is bounded: pools by `--max-pools`, groups by their p
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from prometheus_client import Metric
 
 from kvpool.core.block_lifetimes import BlockLifetimes
-from kvpool.core.ranks.messages import PoolState, RankState
-from kvpool.core.statistics import Histogram, MissReason
-from kvpool.core.views.pool_info import GroupInfo, MissCount, PoolInfo
+from kvpool.core.statistics import Histogram
 from kvpool.server.metrics.families import Row, families, family, histogram_family
-from kvpool.server.metrics.observations import PublisherCounts, StepHistograms
+from kvpool.server.metrics.observations import StepHistograms
+from kvpool.v1.pool_pb2 import GroupInfo, MissCount, MissReason, PoolInfo, PoolState, RankState
+from kvpool.wire.readable import words
+
+_POOL_STATES: Final = words(PoolState)
+_RANK_STATES: Final = words(RankState)
+_MISS_REASONS: Final = words(MissReason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +29,11 @@ class PoolSample:
     Attributes:
         info: The state of the pool.
         histograms: Copies of its histograms, by metric; see `copy_histograms`.
-        published: Counts of its publisher; None if its events are not published over ZeroMQ.
         changed_tokens: See `HitCurve`; empty if there is no estimate for such a pool.
     """
 
     info: PoolInfo
     histograms: dict[str, Histogram]
-    published: PublisherCounts | None = None
     changed_tokens: dict[float, int] = field(default_factory=dict)
 
 
@@ -55,75 +58,75 @@ def _usable(info: PoolInfo) -> int:
 
 _POOL: Final[dict[str, Row[PoolInfo]]] = {
     "kvpool_pool_epoch": Row(
-        "Epoch of the pool; it increases whenever the contents of all blocks are lost.", lambda pool: pool.epoch
+        "Epoch of the pool; it increases whenever the contents of all blocks are lost.", attrgetter("epoch")
     ),
     "kvpool_pool_blocks": Row("Usable blocks, without the null block: free + used.", _usable),
     "kvpool_pool_free_blocks": Row(
-        "Blocks that can be allocated now, including cached ones.", lambda pool: pool.free_blocks
+        "Blocks that can be allocated now, including cached ones.", attrgetter("free_blocks")
     ),
     "kvpool_pool_used_blocks": Row(
         "Blocks held by requests or reserved for attention sinks.", lambda pool: _usable(pool) - pool.free_blocks
     ),
     "kvpool_pool_cached_blocks": Row(
-        "Blocks, used or free, that prefix look-ups can find.", lambda pool: pool.cached_blocks
+        "Blocks, used or free, that prefix look-ups can find.", attrgetter("cached_blocks")
     ),
-    "kvpool_pool_usage_ratio": Row("Share of usable blocks that are used, 0 to 1.", lambda pool: pool.usage),
+    "kvpool_pool_usage_ratio": Row("Share of usable blocks that are used, 0 to 1.", attrgetter("usage")),
     "kvpool_prefix_cache_recent_hit_ratio": Row(
-        "Prefix cache hit rate in tokens over the last 1,000 look-ups, 0 to 1.", lambda pool: pool.recent_hit_rate
+        "Prefix cache hit rate in tokens over the last 1,000 look-ups, 0 to 1.", attrgetter("recent_hit_rate")
     ),
     "kvpool_quarantined_blocks": Row(
         "Blocks of ended sessions that are not free yet because a step may still run; counted as used.",
-        lambda pool: pool.quarantined_blocks,
+        attrgetter("quarantined_blocks"),
     ),
     "kvpool_quarantined_sessions": Row(
-        "Ended sessions whose blocks are in quarantine.", lambda pool: pool.quarantined_sessions
+        "Ended sessions whose blocks are in quarantine.", attrgetter("quarantined_sessions")
     ),
-    "kvpool_sessions": Row("Open sessions: scheduler processes attached to the pool.", lambda pool: pool.sessions),
+    "kvpool_sessions": Row("Open sessions: scheduler processes attached to the pool.", attrgetter("sessions")),
     "kvpool_prefix_cache_lookups_total": Row(
         "Prefix look-ups of requests that got slots, each once, without those of preempted requests.",
-        lambda pool: pool.prefix_cache.requests,
+        attrgetter("prefix_cache.requests"),
     ),
     "kvpool_prefix_cache_queried_tokens_total": Row(
         "Tokens queried by look-ups, without those of preempted requests.",
-        lambda pool: pool.prefix_cache.queries_tokens,
+        attrgetter("prefix_cache.queries_tokens"),
     ),
     "kvpool_prefix_cache_hit_tokens_total": Row(
-        "Tokens found by look-ups, without those of preempted requests.", lambda pool: pool.prefix_cache.hits_tokens
+        "Tokens found by look-ups, without those of preempted requests.", attrgetter("prefix_cache.hits_tokens")
     ),
     "kvpool_prefix_cache_preempted_lookups_total": Row(
-        "Prefix look-ups of preempted requests.", lambda pool: pool.prefix_cache.preempted_requests
+        "Prefix look-ups of preempted requests.", attrgetter("prefix_cache.preempted_requests")
     ),
     "kvpool_prefix_cache_preempted_queried_tokens_total": Row(
-        "Tokens queried by look-ups of preempted requests.", lambda pool: pool.prefix_cache.preempted_queries_tokens
+        "Tokens queried by look-ups of preempted requests.", attrgetter("prefix_cache.preempted_queries_tokens")
     ),
     "kvpool_prefix_cache_preempted_hit_tokens_total": Row(
-        "Tokens found by look-ups of preempted requests.", lambda pool: pool.prefix_cache.preempted_hits_tokens
+        "Tokens found by look-ups of preempted requests.", attrgetter("prefix_cache.preempted_hits_tokens")
     ),
     "kvpool_prefix_cache_shared_hit_tokens_total": Row(
         "Tokens found in blocks that another session computed; part of all tokens found.",
-        lambda pool: pool.prefix_cache.shared_hits_tokens,
+        attrgetter("prefix_cache.shared_hits_tokens"),
     ),
-    "kvpool_prefix_cache_resets_total": Row("Resets of the whole prefix cache.", lambda pool: pool.prefix_cache.resets),
+    "kvpool_prefix_cache_resets_total": Row("Resets of the whole prefix cache.", attrgetter("prefix_cache.resets")),
     "kvpool_allocations_total": Row(
         "Successful allocations for a request, including those that clients granted themselves and reported later.",
-        lambda pool: pool.activity.allocations,
+        attrgetter("activity.allocations"),
     ),
     "kvpool_allocation_refusals_total": Row(
-        "Allocations refused because too few blocks were free.", lambda pool: pool.activity.refusals
+        "Allocations refused because too few blocks were free.", attrgetter("activity.refusals")
     ),
-    "kvpool_evicted_blocks_total": Row("Cached blocks evicted by allocations.", lambda pool: pool.evicted_blocks),
-    "kvpool_preemptions_total": Row("Preemptions of running requests.", lambda pool: pool.preemptions),
-    "kvpool_sessions_opened_total": Row("Sessions opened.", lambda pool: pool.activity.sessions_opened),
+    "kvpool_evicted_blocks_total": Row("Cached blocks evicted by allocations.", attrgetter("evicted_blocks")),
+    "kvpool_preemptions_total": Row("Preemptions of running requests.", attrgetter("preemptions")),
+    "kvpool_sessions_opened_total": Row("Sessions opened.", attrgetter("activity.sessions_opened")),
     "kvpool_pool_suspensions_total": Row(
-        "Suspensions of all allocation because a rank was missing.", lambda pool: pool.activity.suspensions
+        "Suspensions of all allocation because a rank was missing.", attrgetter("activity.suspensions")
     ),
-    "kvpool_steps_total": Row("Changes applied: steps of streams and unary calls.", lambda pool: pool.activity.steps),
+    "kvpool_steps_total": Row("Changes applied: steps of streams and unary calls.", attrgetter("activity.steps")),
     "kvpool_step_retries_total": Row(
-        "Repeated changes that were answered from memory and not applied again.", lambda pool: pool.activity.retries
+        "Repeated changes that were answered from memory and not applied again.", attrgetter("activity.retries")
     ),
     "kvpool_block_event_batches_total": Row(
         "Batches of block events: one per change that stored or removed cached blocks.",
-        lambda pool: pool.event_sequence,
+        attrgetter("event_sequence"),
     ),
 }
 
@@ -131,12 +134,12 @@ _LABELLED: Final = {
     "kvpool_pool_state": _LabelledRow(
         "state",
         "1 for the current state of the pool, 0 for the others.",
-        lambda pool: {state.value: pool.state is state for state in PoolState},
+        lambda pool: {word: pool.state == state for state, word in _POOL_STATES.items()},
     ),
     "kvpool_ranks": _LabelledRow(
         "state",
         "Ranks of the pool by state; none if the scheduler owns the tensors.",
-        lambda pool: {state.value: [rank.state for rank in pool.ranks].count(state) for state in RankState},
+        lambda pool: {word: [rank.state for rank in pool.ranks].count(state) for state, word in _RANK_STATES.items()},
     ),
     "kvpool_requests": _LabelledRow(
         "state",
@@ -159,27 +162,27 @@ _LABELLED: Final = {
 _GROUP: Final[dict[str, Row[GroupInfo]]] = {
     "kvpool_group_used_blocks": Row(
         "Blocks of the group held by requests, shared ones counted once, or reserved for attention sinks.",
-        lambda group: group.used_blocks,
+        attrgetter("used_blocks"),
     ),
     "kvpool_group_cached_blocks": Row(
-        "Blocks of the group that prefix look-ups can find.", lambda group: group.cached_blocks
+        "Blocks of the group that prefix look-ups can find.", attrgetter("cached_blocks")
     ),
     "kvpool_group_allocated_blocks_total": Row(
-        "Blocks that the group took from the free list.", lambda group: group.allocated_blocks
+        "Blocks that the group took from the free list.", attrgetter("allocated_blocks")
     ),
     "kvpool_group_evicted_blocks_total": Row(
-        "Cached blocks of the group evicted by allocations.", lambda group: group.evicted_blocks
+        "Cached blocks of the group evicted by allocations.", attrgetter("evicted_blocks")
     ),
 }
 
 _MISSES: Final[dict[str, Row[MissCount]]] = {
     "kvpool_prefix_cache_misses_total": Row(
         "Counted look-ups that the group ended early, by reason, with those of preempted requests.",
-        lambda miss: miss.lookups,
+        attrgetter("lookups"),
     ),
     "kvpool_prefix_cache_missed_tokens_total": Row(
         "Tokens between the hits of these look-ups and the longest hits that their requests could have.",
-        lambda miss: miss.tokens,
+        attrgetter("tokens"),
     ),
 }
 
@@ -189,18 +192,6 @@ _GAINED: Final = (
 _LOST: Final = (
     "Tokens found that look-ups would have missed in a pool of `size` times the blocks; estimated on a sample."
 )
-
-_PUBLISHER: Final[dict[str, Row[PublisherCounts]]] = {
-    "kvpool_event_messages_total": Row(
-        "Messages published over ZeroMQ, including heartbeats.", lambda counts: counts.messages
-    ),
-    "kvpool_event_batches_skipped_total": Row(
-        "Batches of block events not published in time; all cached blocks were published again instead.",
-        lambda counts: counts.skipped_batches,
-    ),
-    "kvpool_event_replays_total": Row("Replays requested by subscribers.", lambda counts: counts.replays),
-    "kvpool_event_snapshots_total": Row("Snapshots requested by subscribers.", lambda counts: counts.snapshots),
-}
 
 HISTOGRAMS: Final = {
     "kvpool_block_lifetime_seconds": "Time from a block's allocation to its eviction, for sampled blocks.",
@@ -232,8 +223,8 @@ def copy_histograms(lifetimes: BlockLifetimes | None, steps: StepHistograms | No
 def _all_misses(group: GroupInfo) -> Iterator[MissCount]:
     """Yields the misses of a group with all reasons, so that a counter does not begin with its first miss."""
     counted = {miss.reason: miss for miss in group.misses}
-    for reason in MissReason:
-        yield counted.get(reason) or MissCount(reason, 0, 0)
+    for reason in _MISS_REASONS:
+        yield counted.get(reason) or MissCount(reason=reason)
 
 
 def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
@@ -242,7 +233,7 @@ def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     yield from families(_POOL, ("pool",), infos)
     groups = [((*name, str(i), group.kind), group) for name, info in infos for i, group in enumerate(info.groups)]
     yield from families(_GROUP, ("pool", "group", "kind"), groups)
-    misses = [((*labels, miss.reason.value), miss) for labels, group in groups for miss in _all_misses(group)]
+    misses = [((*labels, _MISS_REASONS[miss.reason]), miss) for labels, group in groups for miss in _all_misses(group)]
     yield from families(_MISSES, ("pool", "group", "kind", "reason"), misses)
     for metric, row in _LABELLED.items():
         samples = [((*name, value), count) for name, info in infos for value, count in row.read(info).items()]
@@ -256,8 +247,6 @@ def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     smaller = [(labels, -tokens) for labels, size, tokens in changes if size < 1]
     yield family("kvpool_prefix_cache_gained_tokens_total", _GAINED, ("pool", "size"), larger)
     yield family("kvpool_prefix_cache_lost_tokens_total", _LOST, ("pool", "size"), smaller)
-    published = [((pool.info.config.name,), pool.published) for pool in pools if pool.published]
-    yield from families(_PUBLISHER, ("pool",), published)
     for metric, text in HISTOGRAMS.items():
         histograms = [((pool.info.config.name,), pool.histograms[metric]) for pool in pools]
         yield histogram_family(metric, text, ("pool",), histograms)

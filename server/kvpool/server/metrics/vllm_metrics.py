@@ -5,25 +5,26 @@ design of its metrics.
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Final
 
 from prometheus_client import Metric
 
-from kvpool.core.views.pool_info import PoolInfo
 from kvpool.server.metrics.families import Row, families, histogram_family
 from kvpool.server.metrics.pool_metrics import HISTOGRAMS, PoolSample
+from kvpool.v1.pool_pb2 import PoolInfo
 
 _LABELS: Final = ("model_name",)
 
 _POOL: Final[dict[str, Row[PoolInfo]]] = {
-    "vllm:kv_cache_usage_perc": Row("KV-cache usage. 1 means 100 percent usage.", lambda pool: pool.usage),
+    "vllm:kv_cache_usage_perc": Row("KV-cache usage. 1 means 100 percent usage.", attrgetter("usage")),
     "vllm:prefix_cache_queries_total": Row(
-        "Prefix cache queries, in terms of number of queried tokens.", lambda pool: pool.prefix_cache.queries_tokens
+        "Prefix cache queries, in terms of number of queried tokens.", attrgetter("prefix_cache.queries_tokens")
     ),
     "vllm:prefix_cache_hits_total": Row(
-        "Prefix cache hits, in terms of number of cached tokens.", lambda pool: pool.prefix_cache.hits_tokens
+        "Prefix cache hits, in terms of number of cached tokens.", attrgetter("prefix_cache.hits_tokens")
     ),
-    "vllm:num_preemptions_total": Row("Cumulative number of preemptions.", lambda pool: pool.preemptions),
+    "vllm:num_preemptions_total": Row("Cumulative number of preemptions.", attrgetter("preemptions")),
 }
 
 

@@ -3,6 +3,7 @@
 import logging
 import time
 from importlib.metadata import version
+from itertools import starmap
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -10,18 +11,16 @@ from kvpool.core.commands import Drain, EndReason, EndSession, ResetPrefixCache,
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.sessions.session import Session, check_weights_version
-from kvpool.core.views import inspection, misses
-from kvpool.core.views.inspection import Page, SessionInfo
+from kvpool.core.views import inspection
+from kvpool.core.views.inspection import Page
+from kvpool.core.views.misses import explain_prompt
 from kvpool.server.auth.caller import can_see
-from kvpool.server.cluster.directory_cache import DirectoryCache
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.cluster.shard_removal import remove_shard
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.services.components import Components
 from kvpool.server.services.executor import ended_fields
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
-from kvpool.wire import admin as wire_admin
-from kvpool.wire import pools as wire_pools
+from kvpool.wire import picture
 
 MAX_DRAIN_SECONDS: Final = 86_400
 _MAX_HOLDERS: Final = 16
@@ -36,10 +35,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     Args:
         parts: The parts that the services share.
         shard: The server's part in its shard; None without a cluster.
-        view: What the server knows of its cluster.
     """
 
-    def __init__(self, parts: Components, shard: ShardMember | None, view: DirectoryCache) -> None:
+    def __init__(self, parts: Components, shard: ShardMember | None) -> None:
         self.turns = parts.turns
         self._executor = parts.executor
         self._state = parts.state
@@ -50,26 +48,27 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
         self._shard = shard
-        self._view = view
 
     def flow_of(self, _: object) -> tuple[str, object]:
         """Returns the flow of the calls that belong to no session."""
         return "", 0
 
+    def server_info(self) -> admin_pb2.ServerInfo:
+        """Describes the server."""
+        return admin_pb2.ServerInfo(
+            version=self._version,
+            uptime_seconds=time.monotonic() - self._started_seconds,
+            draining=self._state.pools.drain_state.is_server_drained or self._shutdown.is_about_to_stop,
+            journal_error=self._journal.error if self._journal else "",
+            shard=self._shard.name if self._shard else "",
+            term=self._shard.replica.known_term if self._shard else 0,
+        )
+
     @in_turn
     def ListPools(self, _: admin_pb2.ListPoolsRequest) -> admin_pb2.ListPoolsResponse:
         return admin_pb2.ListPoolsResponse(
-            server=admin_pb2.ServerInfo(
-                version=self._version,
-                uptime_seconds=time.monotonic() - self._started_seconds,
-                draining=self._state.pools.drain_state.is_server_drained or self._shutdown.is_about_to_stop,
-                journal_error=self._journal.error if self._journal else "",
-                shard=self._shard.name if self._shard else "",
-                term=self._shard.replica.known_term if self._shard else 0,
-            ),
-            pools=[
-                wire_pools.info_to_proto(self._pools.describe(name)) for name in self._pools.names() if can_see(name)
-            ],
+            server=self.server_info(),
+            pools=[self._pools.describe(name) for name in self._pools.names() if can_see(name)],
         )
 
     @in_turn
@@ -82,8 +81,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             for pool, session in self._state.sessions
             if request.pool_name in ("", pool.config.name) and can_see(pool.config.name)
         )
-        infos, token = inspection.page_of_sessions(found, page, self._executor.clock.now_seconds())
-        return admin_pb2.ListSessionsResponse(sessions=map(wire_admin.session_to_proto, infos), next_page_token=token)
+        listed, token = inspection.page_of_sessions(found, page)
+        return admin_pb2.ListSessionsResponse(sessions=starmap(self._describe, listed), next_page_token=token)
 
     @in_turn
     def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
@@ -93,25 +92,26 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         else:
             self._pools.check_exists(request.pool_name)
             sessions = [s for pool, s in self._state.sessions if pool.config.name == request.pool_name]
-        infos, token = inspection.page_of_requests(sessions, page)
-        return admin_pb2.ListRequestsResponse(requests=map(wire_admin.request_to_proto, infos), next_page_token=token)
+        listed, token = inspection.page_of_requests(sessions, page)
+        return admin_pb2.ListRequestsResponse(requests=map(picture.request_info, listed), next_page_token=token)
 
     @in_turn
     def ListBlocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:
         page = Page.of(request.page_size, request.page_token)
-        state = wire_admin.block_state_from_proto(request.state)
-        infos, token = inspection.page_of_blocks(self._open_pool(request.pool_name), state, page)
-        return admin_pb2.ListBlocksResponse(blocks=map(wire_admin.block_to_proto, infos), next_page_token=token)
+        state, pool = picture.wanted_state(request.state), self._open_pool(request.pool_name)
+        listed, token = inspection.page_of_blocks(pool, state, page)
+        blocks = [picture.block_info(pool, block_id) for block_id in listed]
+        return admin_pb2.ListBlocksResponse(blocks=blocks, next_page_token=token)
 
     @in_turn
     def ExplainMisses(self, request: admin_pb2.ExplainMissesRequest) -> admin_pb2.ExplainMissesResponse:
-        return wire_admin.misses_to_proto(misses.explain_misses(*self._pool_and_session(request)))
+        return picture.misses_info(*self._pool_and_session(request))
 
     @in_turn
     def ExplainPrompt(self, request: admin_pb2.ExplainPromptRequest) -> admin_pb2.ExplainPromptResponse:
         pool, session = self._pool_and_session(request)
-        end = misses.explain_prompt(pool, session, request.num_tokens, request.block_hashes)
-        return wire_admin.prompt_end_to_proto(end)
+        end = explain_prompt(pool, session, request.num_tokens, request.block_hashes)
+        return picture.prompt_end_info(end)
 
     def _pool_and_session(
         self, request: admin_pb2.ExplainMissesRequest | admin_pb2.ExplainPromptRequest
@@ -133,18 +133,18 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
         sessions = [*pool.sessions.values(), *(each.session for each in pool.quarantine)]
         holders = inspection.block_holders(sessions)[:_MAX_HOLDERS]
-        infos = [inspection.describe_session(pool, session, self._executor.clock.now_seconds()) for session in holders]
-        return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=map(wire_admin.session_to_proto, infos))
+        infos = [self._describe(pool, session) for session in holders]
+        return admin_pb2.AdminServiceResetPrefixCacheResponse(holders=infos)
 
     @in_turn
     def EvictSession(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
         if request.kill:
             return self._kill(request)
-        return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(self._evict(request)))
+        return admin_pb2.EvictSessionResponse(session=self._evict(request))
 
-    def _evict(self, request: admin_pb2.EvictSessionRequest) -> SessionInfo:
+    def _evict(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.SessionInfo:
         pool, session = self._state.find_session(request.pool_name, request.session_number)
-        info = inspection.describe_session(pool, session, self._executor.clock.now_seconds())
+        info = self._describe(pool, session)
         quarantine_seconds = self._config.quarantine_seconds
         end = self._executor.execute(EndSession(session.session_id, EndReason.SESSION_EVICTED, quarantine_seconds))
         extra = {**ended_fields(end), "requests": end.num_requests}
@@ -160,15 +160,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             raise WrongStateError("NOT_LENT", message, field="kill")
         number = SessionNumber(request.session_number)
         quarantined = pool.quarantine.find(number)
-        if quarantined:
-            session = quarantined.session
-            info = inspection.describe_session(pool, session, self._executor.clock.now_seconds())
-        else:
-            _, session = self._state.find_session(request.pool_name, number)
-            info = self._evict(request)
-        self._executor.fencing.kill(pool.config.name, session)
+        info = self._describe(pool, quarantined.session) if quarantined else self._evict(request)
+        self._executor.fencing.kill(pool.config.name, number)
         _log.warning("processes killed by an operator", extra={"pool": pool.config.name, "session": number})
-        return admin_pb2.EvictSessionResponse(session=wire_admin.session_to_proto(info))
+        return admin_pb2.EvictSessionResponse(session=info)
 
     @in_turn
     def SetWeightsVersion(
@@ -226,20 +221,15 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
         return admin_pb2.RemovePoolResponse()
 
-    async def HandOver(self, request: admin_pb2.HandOverRequest, _: object) -> admin_pb2.HandOverResponse:
+    async def HandOver(self, _: admin_pb2.HandOverRequest, __: object) -> admin_pb2.HandOverResponse:
         shard = self._own_shard()
-        if not await shard.hand_overs.run(self.turns.hold, self.turns.resume, request.to):
-            standby = f"no standby at {request.to}" if request.to else "no standby"
-            message = f"{standby} is in sync, or it did not take over in time"
-            raise WrongStateError("NO_STANDBY", message, field="to" if request.to else "")
+        if not await shard.hand_overs.run(self.turns.hold, self.turns.resume):
+            raise WrongStateError("NO_STANDBY", "no standby is in sync, or it did not take over in time")
         now = shard.replica.not_primary_error
         return admin_pb2.HandOverResponse(term=now.term, primary_addresses=now.addresses)
 
-    async def RemoveShard(self, request: admin_pb2.RemoveShardRequest, _: object) -> admin_pb2.RemoveShardResponse:
-        own = self._own_shard()
-        pools = await remove_shard(own.directory, self._view, own.shard, request.shard)
-        _log.warning("shard removed by an operator", extra={"shard": request.shard, "pools": pools})
-        return admin_pb2.RemoveShardResponse(pools=pools)
+    def _describe(self, pool: KVCacheManager, session: Session) -> admin_pb2.SessionInfo:
+        return picture.session_info(pool, session, self._executor.clock.now_seconds())
 
     def _own_shard(self) -> ShardMember:
         if self._shard is None:

@@ -18,7 +18,7 @@ from kvpool.server.limits.streams import Context, StreamWriter, read_first
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.services import unary
 from kvpool.server.services.components import Components
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, pool_pb2, step_pb2
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
@@ -54,30 +54,21 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 pool, session = found[0].config.name, found[1].session_number
         return pool, session
 
-    async def CreatePool(
-        self, request: allocator_pb2.CreatePoolRequest, context: object
-    ) -> allocator_pb2.CreatePoolResponse:
-        if self._pools.claim:
-            config = wire_pools.config_from_proto(request.config)
-            self._pools.check_can_create(config)
-            await self._pools.claim(config.name, "config.name")
-        return await self._create_pool(request, context)
-
     @in_turn
-    def _create_pool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
+    def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
         pool, created = self._pools.create(wire_pools.config_from_proto(request.config), request.memory_id)
-        return allocator_pb2.CreatePoolResponse(pool=self._info(pool.config.name), created=created)
+        return allocator_pb2.CreatePoolResponse(pool=self._pools.describe(pool.config.name), created=created)
 
     @in_turn
     def GetPool(self, request: allocator_pb2.GetPoolRequest) -> allocator_pb2.GetPoolResponse:
-        return allocator_pb2.GetPoolResponse(pool=self._info(request.pool_name))
+        return allocator_pb2.GetPoolResponse(pool=self._pools.describe(request.pool_name))
 
     async def WaitUntilReady(
         self, request: allocator_pb2.WaitUntilReadyRequest, _: object
     ) -> allocator_pb2.WaitUntilReadyResponse:
         with self._calls.open() as call, call.wait():
             info = await self._pools.wait_until_ready(request.pool_name, request.timeout_seconds)
-        return allocator_pb2.WaitUntilReadyResponse(pool=wire_pools.info_to_proto(info))
+        return allocator_pb2.WaitUntilReadyResponse(pool=info)
 
     @in_turn
     def OpenSession(self, request: allocator_pb2.OpenSessionRequest) -> allocator_pb2.OpenSessionResponse:
@@ -114,21 +105,6 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             config=wire_sessions.config_to_proto(pool, session),
             protocol_version=PROTOCOL_VERSION,
         )
-
-    async def ResumeSession(
-        self, request: allocator_pb2.ResumeSessionRequest, _: object
-    ) -> allocator_pb2.ResumeSessionResponse:
-        with self._calls.open() as call:
-            await self.turns.take(*self.flow_of(request))
-            try:
-                check_client(request.protocol_version)
-                pool, session = self._sessions.resume(request.session_id, request.sequence, request.resume_key)
-                response = wire_sessions.resumption_to_proto(pool, session)
-            finally:
-                self.turns.end()
-            with self._sessions.kept_alive(session, call), call.wait():
-                await self._executor.fencing.fence_out(pool, session)
-        return response
 
     async def KeepAlive(self, request: allocator_pb2.KeepAliveRequest, _: object) -> allocator_pb2.KeepAliveResponse:
         _, session = self._sessions.find(request.session_id)
@@ -275,7 +251,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         """
         if self._faults.can_be_armed:
             self._faults.reach("step.decoded")
-        change.ClearField("session_id")  # a retry may have none, or the one of a resumed session
+        change.ClearField("session_id")  # a retry may have none
         step = step_from_change(pool, session, change)
         try:
             self._budgets.check_step(pool, session, step)
@@ -291,9 +267,6 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         if self._tracer and admissions:
             self._tracer.record_admissions(pool, session, admissions, step, result)
         return result
-
-    def _info(self, pool_name: str) -> pool_pb2.PoolInfo:
-        return wire_pools.info_to_proto(self._pools.describe(pool_name))
 
 
 def _computed(result: unary.UnaryResult) -> allocator_pb2.ComputedBlocks:

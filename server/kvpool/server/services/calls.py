@@ -8,7 +8,6 @@ from typing import Self
 
 from kvpool.core.errors import AbortedError, KvpoolError
 from kvpool.core.ids import SessionId
-from kvpool.core.sessions.session import Session
 from kvpool.core.sessions.session_ends import ended_error
 from kvpool.server.auth.caller import CALLER
 from kvpool.server.shutdown import Shutdown
@@ -21,8 +20,6 @@ class OpenCall:
         caller: The holder of the call's token; None without tokens.
         waiting: Whether the call waits.
         ended_by: The error that it was ended with; None if it was not.
-        session_id: The session id with which it was attached to its session, or which its resumption returned.
-        is_stream: Whether the call is the stream of its session. Other calls of a session wait for its resumption.
     """
 
     def __init__(self) -> None:
@@ -30,8 +27,6 @@ class OpenCall:
         self.caller = CALLER.get()
         self.waiting = False
         self.ended_by: KvpoolError | None = None
-        self.session_id: SessionId | None = None
-        self.is_stream = False
 
     async def wait_ended(self) -> None:
         """Waits until the call's task has ended."""
@@ -87,17 +82,18 @@ class Calls:
             del self._calls[call]
 
     @contextlib.contextmanager
-    def of_session(self, session: Session, call: OpenCall) -> Iterator[None]:
-        """Registers an open call as one of a session."""
-        call.session_id = session.current_id
-        calls = self._by_session.setdefault(session.session_id, [])
-        calls.append(call)
+    def of_session(self, session_id: SessionId, stream: OpenCall) -> Iterator[None]:
+        """Registers an open call as the stream of a session, and ends the older one."""
+        streams = self._by_session.setdefault(session_id, [])
+        for older in streams:
+            older.end(AbortedError("STREAM_SUPERSEDED", "another stream of this session took over"))
+        streams.append(stream)
         try:
             yield
         finally:
-            calls.remove(call)
-            if not calls:
-                del self._by_session[session.session_id]
+            streams.remove(stream)
+            if not streams:
+                del self._by_session[session_id]
 
     def all_open(self) -> tuple[OpenCall, ...]:
         """All open calls."""
@@ -108,23 +104,7 @@ class Calls:
         for call in self._by_session.get(session_id, ()):
             call.end(ended_error(reason))
 
-    def supersede(self, session: Session) -> None:
-        """Ends the calls that were made with an earlier id of a session that was resumed."""
-        for call in self._by_session.get(session.session_id, ()):
-            if call.session_id != session.current_id:
-                call.end(_superseded_error() if call.is_stream else ended_error("SESSION_RESUMED"))
-
-    def supersede_stream(self, session: Session) -> None:
-        """Ends the stream of a session, which another stream replaces."""
-        for call in self._by_session.get(session.session_id, ()):
-            if call.is_stream:
-                call.end(_superseded_error())
-
     def end_all(self, error: KvpoolError) -> None:
         """Ends each open call once it has answered its current message."""
         for call in self.all_open():
             call.end(error)
-
-
-def _superseded_error() -> AbortedError:
-    return AbortedError("STREAM_SUPERSEDED", "another stream of this session, or another process, took over")

@@ -19,7 +19,6 @@ from kvpool.server.services.sessions import Sessions
 from kvpool.server.shutdown import Shutdown
 
 if TYPE_CHECKING:
-    from kvpool.server.events.publishers import EventPublishers
     from kvpool.server.tracing import Tracer
 
 
@@ -36,7 +35,6 @@ class Components:
     Attributes:
         journal: The journal; None for none.
         boot_id: Random id of this server process.
-        publishers: Publishers of block events over ZeroMQ; None unless configured.
         tracer: Traces admissions and calls; None unless configured.
         turns: Order in which sessions change pools.
     """
@@ -55,10 +53,9 @@ class Components:
         self.faults = faults
         self.journal = journal
         self.boot_id = secrets.token_hex(8)
-        self.publishers = _publishers(config, self.boot_id)
         self.tracer = _tracer(config)
         kept_bytes = min(KEPT_BYTES, config.limits.max_event_bytes // config.max_pools)
-        self.event_logs = EventLogs(self.publishers, kept_bytes)
+        self.event_logs = EventLogs(kept_bytes)
         self.turns = FairTurns(config.limits.max_waiting_steps, config.limits.max_waiting_bytes)
         self.shutdown = Shutdown(lambda: len(self.state.sessions))
         self.calls = Calls(self.shutdown)
@@ -74,14 +71,6 @@ class Components:
         for pool in self.state.pools:
             self.executor.open_log(pool)
         self.ranks.restore(expects_ranks=expects_ranks)
-
-
-def _publishers(config: ServerConfig, boot_id: str) -> "EventPublishers | None":
-    if not config.events.endpoint:
-        return None
-    from kvpool.server.events.publishers import EventPublishers  # noqa: PLC0415 - needs the packages of an extra
-
-    return EventPublishers(config.events, boot_id)
 
 
 def _tracer(config: ServerConfig) -> "Tracer | None":

@@ -7,29 +7,29 @@ A recovery and a standby, which do not serve yet, execute records in its place: 
    do not fail: they publish the events of the change, end calls, schedule fences, wake waiting calls, and log.
    With callbacks that parts register, a reader could not find the effects of a command.
 3. A step has no effects: the service that applies it publishes its events, and saves a look-up on the step path.
+4. After a bug nothing continues with half a change: the process ends, and the next one recovers the state before the
+   command from the journal. Without a journal, the pool that the command may have changed begins a new epoch.
 """
 
 import asyncio
-import gc
 import logging
-from collections.abc import Callable
-from typing import Any, ClassVar, Final, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Command, EndReason, SessionEnd
 from kvpool.core.errors import AbortedError, KvpoolError
-from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.ids import PoolName
 from kvpool.core.sessions.session import Session
 from kvpool.core.state import State
+from kvpool.server.crash import crash
 from kvpool.server.events.log import EventLogs
 from kvpool.server.services.calls import Calls
 from kvpool.server.services.clock import ServerClock
 from kvpool.server.services.fencing import Fencing
 
 _ResultT = TypeVar("_ResultT")
-_MANY_BLOCKS: Final = 50_000
-"""Size from which the columns of a pool are excluded from garbage collection."""
 _log = logging.getLogger("kvpool.server")
 
 
@@ -43,8 +43,15 @@ class CommandRecorder(Protocol):
     def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
         """Records a command that was executed, before its result is sent."""
 
-    def give_up_after_bug(self) -> None:
-        """Records that a command failed halfway, so that the records no longer match the state."""
+    def crash_after_bug(self, method: str) -> None:
+        """Ends the process after a command that failed halfway, unless a restart would not recover the state."""
+
+
+class ChangeFailedError(RuntimeError):
+    """A bug ended a change halfway, and `Executor.recover` has dropped what it left: a caller may continue.
+
+    No KvpoolError and no MemoryError, which are refusals that changed nothing.
+    """
 
 
 class Executor:
@@ -60,7 +67,10 @@ class Executor:
     Attributes:
         fencing: Fences that are due.
         pool_ready: Wakes its waiters when a pool may have become ready. It is never set for longer.
+        end_epoch: Ends the epoch of a pool whose state cannot be trusted; see `Ranks.end_epoch`.
     """
+
+    end_epoch: Callable[[PoolName], None]
 
     def __init__(
         self, state: State, clock: ServerClock, journal: CommandRecorder | None, event_logs: EventLogs, calls: Calls
@@ -72,6 +82,7 @@ class Executor:
         self._journal = journal
         self._event_logs = event_logs
         self._calls = calls
+        self._is_recovering = False
 
     def execute(self, command: Command[_ResultT], now_seconds: float | None = None) -> _ResultT:
         """Executes a command, records it, and carries out its effects. See `State.execute`.
@@ -86,30 +97,56 @@ class Executor:
             result = self.state.execute(command, now_seconds)
         except KvpoolError:
             raise
-        except MemoryError as error:  # other errors of memory change nothing, and are refusals
-            self._give_up_journal()
-            raise RuntimeError("a change failed halfway") from error
-        except BaseException:
-            self._give_up_journal()
-            raise
+        except Exception as error:
+            raise self.recover(type(command).__name__, lambda: self._changed_pools(command)) from error
         if self._journal and command.recorded:
             try:
                 self._journal.record(command, now_seconds, result)
-            except BaseException:
-                self._give_up_journal()
-                raise
+            except Exception as error:
+                raise self.recover(type(command).__name__, lambda: self._changed_pools(command)) from error
         effect = self.EFFECTS.get(type(command))
         if effect:
             effect(self, command, result)
         return result
 
-    def _give_up_journal(self) -> None:
+    def recover(self, method: str, changed_pools: Callable[[], Sequence[PoolName]]) -> ChangeFailedError:
+        """Drops what a change that failed halfway may have left, before anything else reads it.
+
+        Args:
+            method: What failed, for the log.
+            changed_pools: Returns the pools that it may have changed. With a journal, nothing reads the state again.
+
+        Returns:
+            The error to raise.
+        """
         if self._journal:
-            self._journal.give_up_after_bug()
+            self._journal.crash_after_bug(method)
+        if self._is_recovering:
+            self._crash(method)
+        _log.critical("bug: a change failed halfway, the epoch ends", exc_info=True, extra={"method": method})
+        self._is_recovering = True
+        try:
+            for name in changed_pools():
+                self.end_epoch(name)
+        except Exception:  # noqa: BLE001 - such as too little memory; the process ends
+            self._crash(method)
+        self._is_recovering = False
+        return ChangeFailedError("a change failed halfway")
+
+    @staticmethod
+    def _crash(method: str) -> NoReturn:
+        _log.critical("bug: a change failed halfway, the server exits", extra={"method": method}, exc_info=True)
+        crash()
+
+    def _changed_pools(self, command: Command[Any]) -> list[PoolName]:
+        """The existing pools that a command may have changed: that of its session, or the one that it names, or all."""
+        found = self.state.sessions.get(getattr(command, "session_id", ""))
+        name = found[0].config.name if found else getattr(command, "pool_name", None)
+        name = command.config.name if isinstance(command, commands.CreatePool | commands.OpenEpoch) else name
+        return [pool.config.name for pool in self.state.pools if name in (None, pool.config.name)]
 
     def open_log(self, pool: KVCacheManager) -> None:
         """Opens the event log of a pool that was created, restored, or has a new epoch."""
-        _freeze_columns(pool)
         self._event_logs.open(pool)
         if error := pool.config.rare_hits:
             _log.warning("prefixes hit rarely", extra={"pool": pool.config.name, "error": error})
@@ -152,15 +189,8 @@ class Executor:
         fields = session_fields(pool, session)
         self._event_logs.publish(pool)  # of a new epoch, or of evicted blocks of an earlier weights version
         if opened.starts_epoch:
-            _freeze_columns(pool)
             _log.warning("epoch started in new memory", extra={**fields, "memory": command.memory_id})
         _log.info("session opened", extra={**fields, "seconds": session.lease_seconds})
-
-    def _session_resumed(self, _: commands.ResumeSession, current_id: SessionId) -> None:
-        pool, session = self.state.sessions[current_id]
-        self._calls.supersede(session)
-        extra = {"session_before": session.former_numbers[-1], "requests": len(session.requests)}
-        _log.info("session resumed", extra={**session_fields(pool, session), **extra})
 
     def _weights_version_set(self, command: commands.SetWeightsVersion, is_new: bool) -> None:  # noqa: FBT001 - the result
         if is_new:
@@ -212,7 +242,6 @@ class Executor:
         commands.Undrain: _wake_waiters,
         commands.ResetPrefixCache: _cache_reset,
         commands.OpenSession: _session_opened,
-        commands.ResumeSession: _session_resumed,
         commands.SetWeightsVersion: _weights_version_set,
         commands.FreePart: _part_freed,
         commands.CloseSession: _session_closed,
@@ -220,17 +249,6 @@ class Executor:
         commands.EndQuarantine: _quarantine_ended,
     }
     """The effects of each command that has any, outside the state."""
-
-
-def _freeze_columns(pool: KVCacheManager) -> None:
-    """Excludes the columns of a large pool from garbage collection.
-
-    Traversing the columns of a million blocks stops the process for 35 ms, or 70 ms with events, and finds nothing,
-    because they hold ints and bytes. This does not collect first: that stops the process as long. The server does when
-    it starts.
-    """
-    if pool.blocks.num_blocks >= _MANY_BLOCKS:
-        gc.freeze()
 
 
 def session_fields(pool: KVCacheManager, session: Session) -> dict[str, object]:

@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import secrets
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -16,14 +14,16 @@ from kvpool.core.ranks.membership import Membership
 from kvpool.core.ranks.messages import PoolState, RankState
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.views.inspection import list_numbers
-from kvpool.core.views.pool_info import PoolInfo
-from kvpool.server.auth.caller import token_name
+from kvpool.server.auth.caller import tenant, token_name
 from kvpool.server.config import ServerConfig
 from kvpool.server.events.log import EventLogs
 from kvpool.server.fault_points import FaultPoints
 from kvpool.server.journal.snapshot import full_pool_bytes
 from kvpool.server.services.executor import Executor
 from kvpool.server.shutdown import Shutdown
+from kvpool.v1 import pool_pb2
+from kvpool.wire import picture
+from kvpool.wire import pools as wire_pools
 
 MAX_WAIT_SECONDS: Final = 3600
 
@@ -41,8 +41,6 @@ class Pools:
     Attributes:
         memberships: The ranks of the pools that have ranks, maintained by `Ranks`.
         past_epoch: Newest epoch that earlier servers may have used; the first epoch of each pool is higher.
-        claim: Waits until this server's shard has a pool that is about to be created, which the named field of the
-            caller names, or raises a KvpoolError. None on a server without a cluster.
     """
 
     def __init__(
@@ -50,7 +48,6 @@ class Pools:
     ) -> None:
         self.memberships: dict[PoolName, Membership] = {}
         self.past_epoch = config.past_epoch
-        self.claim: Callable[[PoolName, str], Awaitable[None]] | None = None
         self._executor = executor
         self._state = executor.state
         self._event_logs = event_logs
@@ -174,30 +171,52 @@ class Pools:
         """Whether a pool takes new sessions, regardless of the state of its ranks."""
         return self._state.pools.drain_state.accepts_sessions(name) and not self._shutdown.is_about_to_stop
 
-    def describe(self, name: str) -> PoolInfo:
-        """Describes a pool as it is now.
+    def describe(self, name: str) -> pool_pb2.PoolInfo:
+        """Describes a pool as it is now, to the caller.
 
         Raises:
             NotFoundError: The pool does not exist.
         """
+        info = self.figures(name)
+        membership = self.memberships.get(PoolName(name))
+        if membership:
+            info.fingerprint.update(dict(membership.registry.fingerprint))
+        if info.config.num_blocks:
+            pool = self._state.pools.get(name)
+            info.config.CopyFrom(wire_pools.config_to_proto(pool.config, with_none_hash=False))
+            info.memory_id = pool.memory_id
+        return info
+
+    def figures(self, name: str, max_ranks: int | None = None, max_processes: int | None = None) -> pool_pb2.PoolInfo:
+        """Describes a pool to those who watch it without a token. Cheap.
+
+        It lacks what names the contents or the memory of the pool, and of the configuration it has name and sizes only.
+
+        Args:
+            name: The pool.
+            max_ranks: Maximum number of ranks that are listed; None for all.
+            max_processes: Maximum number of processes that are listed of each rank; None for all.
+        """
         membership = self.memberships.get(PoolName(name))
         if membership and not membership.was_open:
-            config = PoolConfig(membership.name, 0, membership.registry.options.max_model_len, ())
-            info = PoolInfo(config, membership.epoch)
+            config = pool_pb2.PoolConfig(name=name, max_model_len=membership.registry.options.max_model_len)
+            info = pool_pb2.PoolInfo(
+                config=config, prefix_cache=pool_pb2.PrefixCacheCounters(), activity=pool_pb2.ActivityCounters()
+            )
         else:
             pool = self._state.pools.get(name)
-            info = self._state.pools.describe(pool, self._event_logs[pool.config.name].last_sequence)
+            sequence = self._event_logs[pool.config.name].last_sequence
+            info = picture.pool_figures(pool, self._state.pools.state_of(pool), sequence, tenant())
         if membership:
-            info = replace(
-                info,
-                epoch=membership.epoch,
-                state=membership.state,
-                ranks=membership.registry.rank_infos(),
-                fingerprint=membership.registry.fingerprint,
-            )
-        return info if self.takes_sessions(info.config.name) else replace(info, state=PoolState.DRAINING)
+            info.epoch, info.state = membership.epoch, wire_pools.pool_state_to_proto(membership.state)
+            ranks = membership.registry.rank_infos()
+            info.ranks.extend(picture.rank_infos(ranks[:max_ranks], max_processes))
+            info.world_size = len(ranks)
+        if not self.takes_sessions(PoolName(name)):
+            info.state = pool_pb2.POOL_STATE_DRAINING
+        return info
 
-    async def wait_until_ready(self, name: str, timeout_seconds: float) -> PoolInfo:
+    async def wait_until_ready(self, name: str, timeout_seconds: float) -> pool_pb2.PoolInfo:
         """Waits until a pool is ready or the time is up, and describes it.
 
         Raises:

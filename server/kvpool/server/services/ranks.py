@@ -1,10 +1,12 @@
 """The ranks of all pools: their streams, and how changes of a membership affect its pool."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, assert_never
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
@@ -18,7 +20,7 @@ from kvpool.core.commands import (
     SuspendPool,
     Undrain,
 )
-from kvpool.core.errors import ExhaustedError, WrongStateError
+from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks import messages
 from kvpool.core.ranks.effects import (
@@ -35,13 +37,13 @@ from kvpool.core.ranks.effects import (
     SessionsFenced,
 )
 from kvpool.core.ranks.membership import Membership
-from kvpool.core.ranks.messages import LinkId, Rank
+from kvpool.core.ranks.messages import LinkId, Rank, RankGroup
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.auth.caller import token_name
 from kvpool.server.config import ServerConfig
 from kvpool.server.fault_points import FaultPoints
 from kvpool.server.services.calls import OpenCall
-from kvpool.server.services.executor import Executor
+from kvpool.server.services.executor import ChangeFailedError, Executor
 from kvpool.server.services.pools import Pools
 from kvpool.v1 import worker_pb2
 from kvpool.wire import ranks as wire_ranks
@@ -112,6 +114,7 @@ class Ranks:
         self._config = config
         self._links: dict[LinkId, RankLink] = {}
         self._link_ids = map(LinkId, itertools.count(1))
+        executor.end_epoch = self.end_epoch
 
     def restore(self, *, expects_ranks: bool = False) -> None:
         """Awaits the ranks of the pools that an earlier server had.
@@ -150,7 +153,8 @@ class Ranks:
             past_epoch = self._pools.newest_past_epoch()
             membership = self._membership(name, past_epoch, token_name())
         link = RankLink(next(self._link_ids), call, membership, registration.rank)
-        effects = membership.register(link.link_id, registration, self._executor.clock.now_seconds())
+        now_seconds = self._executor.clock.now_seconds()
+        effects = self._changed(membership, membership.register, link.link_id, registration, now_seconds)
         self._memberships[name] = membership
         self._links[link.link_id] = link
         self._faults.reach("rank.registered")
@@ -178,7 +182,7 @@ class Ranks:
 
     def initialized(self, link: RankLink, allocated: messages.Allocated) -> None:
         """See `Membership.initialized`."""
-        effects = link.membership.initialized(link.link_id, allocated)
+        effects = self._changed(link.membership, link.membership.initialized, link.link_id, allocated)
         self._faults.reach("rank.initialized")
         extra = {**link.rank_fields, "epoch": allocated.epoch, "blocks": allocated.num_blocks}
         _log.info("rank allocated", extra={**extra, "bytes": allocated.allocated_bytes})
@@ -186,24 +190,26 @@ class Ranks:
 
     def heartbeat(self, link: RankLink, sequence: int, processes: Sequence[messages.MappingProcess] = ()) -> None:
         """See `Membership.heartbeat`."""
-        was_absent = link.membership.registry.is_absent(link.rank)
-        now_seconds = self._executor.clock.now_seconds()
-        effects = link.membership.heartbeat(link.link_id, sequence, now_seconds, processes)
+        membership, now_seconds = link.membership, self._executor.clock.now_seconds()
+        was_absent = membership.registry.is_absent(link.rank)
+        effects = self._changed(membership, membership.heartbeat, link.link_id, sequence, now_seconds, processes)
         if was_absent:
             _log.info("rank back", extra=link.rank_fields)
-        self._carry_out(link.membership, effects)
+        self._carry_out(membership, effects)
 
     def fenced(self, link: RankLink, sequence: int, pending: Sequence[SessionNumber]) -> None:
         """See `Membership.fenced`."""
-        self._carry_out(link.membership, link.membership.fenced(link.link_id, sequence, pending))
+        effects = self._changed(link.membership, link.membership.fenced, link.link_id, sequence, pending)
+        self._carry_out(link.membership, effects)
 
     def sessions_gone(self, link: RankLink, numbers: Sequence[SessionNumber]) -> None:
         """See `Membership.sessions_gone`."""
-        self._carry_out(link.membership, link.membership.sessions_gone(link.link_id, numbers))
+        effects = self._changed(link.membership, link.membership.sessions_gone, link.link_id, numbers)
+        self._carry_out(link.membership, effects)
 
     def leave(self, link: RankLink) -> None:
         """See `Membership.leave`."""
-        effects = link.membership.leave(link.link_id)
+        effects = self._changed(link.membership, link.membership.leave, link.link_id)
         link.has_left = True
         _log.info("rank left", extra=link.rank_fields)
         self._carry_out(link.membership, effects)
@@ -214,8 +220,43 @@ class Ranks:
         is_expected = not self.is_answering()
         if not (link.has_left or link.call.ended_by or is_expected):
             _log.warning("rank lost", extra=link.rank_fields)
-        now_seconds = self._executor.clock.now_seconds()
-        self._carry_out(link.membership, link.membership.link_broke(link.link_id, now_seconds, is_expected=is_expected))
+        membership, now_seconds = link.membership, self._executor.clock.now_seconds()
+        if self._memberships.get(membership.name) is membership:  # not one that `end_epoch` has dropped
+            change = partial(membership.link_broke, is_expected=is_expected)
+            self._carry_out(membership, self._changed(membership, change, link.link_id, now_seconds))
+
+    def end_epoch(self, name: PoolName) -> None:
+        """Ends the epoch of a pool whose state cannot be trusted any more, and the sessions in it.
+
+        The ranks of the pool, if it has any, register again, as they do with a server that restarted without them.
+        """
+        before = self._memberships.pop(name, None)
+        for link in self._links.values():
+            if link.membership is before:
+                link.call.end(UnavailableError("EPOCH_PASSED", "the epoch has ended", retry_seconds=0.0))
+        if name not in self._state.pools:
+            return
+        pool = self._state.pools.get(name)
+        config, epoch = pool.config, pool.epoch + 1
+        self._executor.open_log(pool)  # unless its creation failed, it is open
+        if before:
+            membership = self._memberships[name] = self._membership(name, owner=pool.owner)
+            rank_group = RankGroup(epoch, before.registry.options)
+            membership.restore(rank_group, self._link_ids, self._executor.clock.now_seconds())
+            self._executor.execute(KeepRankGroup(name, rank_group))
+        ends = self._executor.execute(PassEpoch(name, epoch))
+        if not before:
+            self._pools.open_epoch(PoolOpened(config, epoch, ranks_fence=False), pool.owner)
+        _log.warning("epoch passed", extra={"pool": name, "epoch": epoch - 1, "sessions": len(ends)})
+
+    def _changed(self, membership: Membership, change: Callable[..., list[Effect]], *arguments: object) -> list[Effect]:
+        """Changes a membership, and returns the effects. A bug counts as one in a command, as half may be changed."""
+        try:
+            return change(*arguments)
+        except KvpoolError:
+            raise
+        except Exception as error:
+            raise self._executor.recover("Membership", lambda: [membership.name]) from error
 
     async def send_fences(self) -> None:
         """Sends the fences that are due. Runs indefinitely."""
@@ -223,13 +264,15 @@ class Ranks:
             for name in await self._fencing.next_due():
                 membership = self._memberships.get(name)
                 if membership and name in self._state.pools:
-                    self._send_fence(membership, self._state.pools.get(name))
+                    with contextlib.suppress(ChangeFailedError):
+                        self._send_fence(membership, self._state.pools.get(name))
 
     def _send_fence(self, membership: Membership, pool: KVCacheManager) -> None:
-        live = [session.session_number for session in pool.sessions.values()]
-        awaiting = pool.quarantine.awaiting_ranks | self._fencing.awaited(membership.name)
+        awaiting = pool.quarantine.awaiting_ranks
         killed = self._fencing.take_killed(pool)
-        self._carry_out(membership, membership.fence(self._state.sessions.last_number, live, awaiting, killed))
+        last_number, live = self._state.sessions.last_number, list(pool.sessions)
+        effects = self._changed(membership, membership.fence, last_number, live, awaiting, killed)
+        self._carry_out(membership, effects)
 
     def next_deadline_seconds(self) -> float:
         """When the next heartbeat or grace time is over; infinity without ranks."""
@@ -243,7 +286,7 @@ class Ranks:
             if not is_answering:
                 membership.excuse(now_seconds)
             known = set(membership.registry.absent)
-            effects = membership.tick(now_seconds)
+            effects = self._changed(membership, membership.tick, now_seconds)
             for rank in membership.registry.absent:
                 if rank not in known:
                     _log.warning("rank silent", extra={"pool": membership.name, "rank": rank})
@@ -281,15 +324,14 @@ class Ranks:
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": len(ends)})
             case SessionsFenced():
                 self._executor.execute(EndQuarantine(name, effect.numbers))
-                self._fencing.release(name, effect.numbers)
             case ProcessesGone():
                 self._end_sessions(name, set(effect.numbers))
             case _:
                 assert_never(effect)
 
     def _end_sessions(self, name: PoolName, numbers: Collection[SessionNumber]) -> None:
-        sessions = [each for each in self._state.pools.get(name).sessions.values() if each.session_number in numbers]
-        for session in sessions:
+        sessions = self._state.pools.get(name).sessions
+        for session in [sessions[number] for number in list(sessions) if number in numbers]:
             seconds = self._config.quarantine_seconds
             self._executor.execute(EndSession(session.session_id, EndReason.PROCESS_GONE, seconds))
 

@@ -90,11 +90,6 @@ class Sessions:
         """See `OpenSession`. With a key, call `opened_by` first, which returns the time."""
         return self.find(self._executor.execute(command, now_seconds).session_id)
 
-    def resume(self, session_id: str, sequence: int, resume_key: str) -> tuple[KVCacheManager, Session]:
-        """See `ResumeSession`. Ends the open calls of the process that used the session before."""
-        self._expire_if_overdue(session_id)
-        return self.find(self._executor.execute(commands.ResumeSession(session_id, sequence, resume_key)))
-
     def free_part(self, session_id: str) -> int | None:
         """See `FreePart`. Returns None if the session is not large, and `close` should follow."""
         self._expire_if_overdue(session_id)
@@ -109,25 +104,14 @@ class Sessions:
         return self._executor.execute(commands.CloseSession(session_id, num_freed_requests)).num_freed_requests
 
     @contextlib.contextmanager
-    def kept_alive(self, session: Session, call: OpenCall) -> Iterator[None]:
-        """Keeps a session alive while a call of it is open, such as one that resumed it and waits for the ranks.
-
-        The end of the session, or a later resumption, ends the call.
-        """
-        with self._calls.of_session(session, call):
+    def attached(self, session: Session, stream: OpenCall) -> Iterator[None]:
+        """Keeps a session alive while its stream is open. Ends an older stream of the session."""
+        with self._calls.of_session(session.session_id, stream):
             self._executor.execute(commands.AttachStream(session.session_id))
             try:
                 yield
             finally:
                 self._executor.execute(commands.DetachStream(session.session_id))
-
-    @contextlib.contextmanager
-    def attached(self, session: Session, stream: OpenCall) -> Iterator[None]:
-        """Keeps a session alive while its stream is open. Ends an older stream of the session."""
-        self._calls.supersede_stream(session)
-        stream.is_stream = True
-        with self.kept_alive(session, stream):
-            yield
 
     def end_due(self) -> None:
         """Ends the sessions whose lease has run out, and the quarantines that are over."""

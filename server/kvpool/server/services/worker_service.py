@@ -43,10 +43,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             return
         registration = self._check_register(message)
         name = PoolName(message.register.pool_name)
-        if self._pools.claim:
-            self._pools.check_limit(name, "register.pool_name")
-            with call.wait():
-                await self._pools.claim(name, "register.pool_name")
         link = self._register(call, name, registration)
         sender = asyncio.create_task(_send(link, context, self._config.limits.stall_seconds))
         try:
@@ -56,8 +52,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 if not isinstance(message, worker_pb2.JoinRequest) or self._handle(link, message):
                     return
         finally:
-            self._ranks.close_link(link)
             link.outbox.put_nowait(None)
+            self._ranks.close_link(link)
             with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
 

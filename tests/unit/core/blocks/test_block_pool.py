@@ -1,11 +1,12 @@
 """Rules 1 to 3 of block_pool."""
 
+from array import array
 from typing import Any
 
 import pytest
 
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.events import AllBlocksCleared, BlockRemoved
+from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber, StepNumber
 from kvpool.core.specs.pool_config import ReuseOrder
 from support.core import config
@@ -23,6 +24,8 @@ def cache(pool: BlockPool, *numbers: int) -> None:
     """Assigns each block a hash derived from its id."""
     hashes = [BlockHash(b"%d" % number) for number in numbers]
     pool.cache_full_blocks(MapId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
+    if pool.contents:
+        pool.record_stored(ids(*numbers), BlockStored(tuple(hashes), None, array("I", numbers), 1, None, GroupId(0)))
 
 
 def test_a_new_block_has_one_reference_and_is_not_free() -> None:
@@ -101,6 +104,7 @@ def test_each_removed_hash_is_one_event_in_order() -> None:
     pool = pool_of(4, enable_events=True)
     pool.get_new_blocks(GroupId(0), 3)
     cache(pool, 1, 2)
+    pool.take_events()
     pool.evict_blocks(ids(3, 1))
     pool.free_blocks(GroupId(0), ids(3, 2, 1))
     pool.get_new_blocks(GroupId(0), 3)

@@ -4,7 +4,7 @@ import pytest
 
 from kvpool.core.blocks import free_list
 from kvpool.core.blocks.free_list import FreeList
-from kvpool.core.ids import BlockId
+from kvpool.core.ids import BlockId, SessionNumber, StepNumber
 
 
 def ids(*numbers: int) -> list[BlockId]:
@@ -119,3 +119,24 @@ def test_many_skipped_entries_are_skipped_at_once() -> None:
     free.append(free.drop(second))
     free.hold(first)
     assert free.take(1) == second[:1]
+
+
+def test_what_the_user_holds_moves_to_the_front_in_order_until_there_is_enough() -> None:
+    free = FreeList(10)
+    free.take(6)
+    for user, blocks in ((1, (1, 2)), (2, (3,)), (1, (4, 5))):
+        free.user, free.until = SessionNumber(user), StepNumber(7)
+        free.append(free.drop(ids(*blocks)))
+    assert list(free) == [7, 8, 9, 1, 2, 3, 4, 5]
+    assert [free.num_held_by(SessionNumber(i)) for i in (1, 2, 3)] == [4, 1, 0]
+    assert free.num_held_among(ids(1, 3, 6, 7)) == 1
+    free.put_own_first(2)
+    assert list(free) == [1, 2, 7, 8, 9, 3, 4, 5]
+    free.put_own_first(3)
+    assert list(free) == [1, 2, 4, 5, 7, 8, 9, 3]
+    free.append(free.drop(ids(6)))
+    assert list(free)[-1] == 6, "not into a chunk that has moved"
+    assert free.take(5) == [1, 2, 4, 5, 7]
+    free.user = SessionNumber(3)
+    free.put_own_first(1)
+    assert list(free) == [8, 9, 3, 6]

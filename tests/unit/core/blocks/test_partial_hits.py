@@ -8,10 +8,11 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.pools.snapshots import pool_snapshot, restored_pool
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
 from support.core import World, block_hashes, snapshot
 from support.integrity import check_integrity
+from support.router import Router
 
 STATES = MambaSpec(16, only_step_ends=True)
 FULL = FullAttentionSpec(4)
@@ -146,20 +147,9 @@ def test_the_end_of_a_session_frees_the_blocks_of_its_copies() -> None:
     world.free(session, 1)
     assert num_free(world) == 19
     admit(world, session, 2)
-    world.allocator.close_session(session.current_id, 0.0)
+    world.allocator.close_session(session.session_id, 0.0)
     assert world.pool.blocks.num_free_blocks == 19
     check_integrity(world.pool, [])
-
-
-def test_a_resumed_session_does_not_find_a_copy_that_may_not_have_been_made() -> None:
-    world = world_of(FULL, STATES)
-    session = world.open()
-    admit(world, session, 1)
-    go_on(world, session, 1)
-    world.allocator.resume_session(session.current_id, session.sequence, resume_key="", now_seconds=0.0)
-    world.free(session, 1)
-    assert num_free(world) == 19
-    assert hit_tokens(world, session, 2) == 0
 
 
 def test_a_request_without_a_prompt_has_no_tail() -> None:
@@ -208,3 +198,23 @@ def test_a_restored_pool_has_the_hashes_of_tails_and_the_copies() -> None:
     assert len(list(restored.blocks.prefix_map.entries())) > len(restored.blocks.prefix_map)
     check_integrity(restored, [copied])
     assert all(request.copies is copied.copies for request in copied.requests.values())
+
+
+@pytest.mark.parametrize(
+    "specs", [(FULL, STATES), (LARGE, STATES), (LARGE, SlidingWindowSpec(4, sliding_window=5), STATES)]
+)
+def test_a_router_knows_each_parent_of_a_prefix_within_a_block(specs: Any) -> None:
+    world = World(12, specs=specs, prefix_match_unit=4, partial_hits=True, enable_events=True)
+    session, router, scores = world.open(), Router(4), set()
+    for number, content in enumerate(("abc", "abd", "abc", "axy", "xyz", "abc"), 1):
+        tokens = [ord(name) for name in content + "\n" for _ in range(4)][:PROMPT]
+        admit(world, session, 2 * number, content=content, token_ids=tokens)
+        go_on(world, session, 2 * number)
+        world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[2 * number])
+        router.apply(world.pool.blocks.take_events())
+        assert not router.num_lost
+        probe = [ord(name) for name in "abc\n" for _ in range(4)][:PROMPT]
+        score = router.score(probe)
+        assert score >= hit_tokens(world, session, 2 * number + 1, token_ids=probe)
+        scores.add(score)
+    assert max(scores) == TAIL

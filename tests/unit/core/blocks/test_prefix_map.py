@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.blocks.prefix_map import MAX_EXAMINED, PrefixMap
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber, StepNumber
 
 GROUP, OTHER_GROUP = MapId(0), MapId(1)
@@ -98,6 +98,19 @@ def test_a_visible_copy_is_found_behind_an_invisible_one(prefix_map: PrefixMap) 
     assert find(prefix_map, "ab", SESSION_NUMBER, GROUP) == [1, 2]
 
 
+def test_behind_many_invisible_copies_only_the_newest_are_found(prefix_map: PrefixMap) -> None:
+    prefix_map.extend_columns(4 * MAX_EXAMINED)
+    for block_id in range(1, MAX_EXAMINED + 1):
+        insert(prefix_map, "a", block_id)
+    own = MAX_EXAMINED + 1
+    insert(prefix_map, "a", own, session_number=READER)
+    assert find(prefix_map, "a", READER, GROUP) == [own]
+    for block_id in range(own + 1, own + MAX_EXAMINED + 1):
+        insert(prefix_map, "a", block_id)
+    assert find(prefix_map, "a", READER, GROUP) == []
+    assert find(prefix_map, "a", SESSION_NUMBER, GROUP) == [1]
+
+
 def test_a_prefix_ends_at_the_first_invisible_block(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ac", 1, 3, sequence=1)
     insert(prefix_map, "b", 2, sequence=2)
@@ -127,23 +140,6 @@ def test_counts_the_blocks_that_a_session_filled(prefix_map: PrefixMap) -> None:
     insert(prefix_map, "ab", 1, 2)
     insert(prefix_map, "c", 3, session_number=READER)
     assert prefix_map.num_written_by([BlockId(1), BlockId(2), BlockId(3)], SESSION_NUMBER) == 2
-
-
-def test_pending_blocks_move_to_another_session_number(prefix_map: PrefixMap) -> None:
-    new, next_after = SessionNumber(3), SessionNumber(4)
-    insert(prefix_map, "a", 1, sequence=1)
-    insert(prefix_map, "bc", 2, 3, sequence=2)
-    insert(prefix_map, "d", 4, sequence=3)
-    prefix_map.pending.publish(SESSION_NUMBER, StepNumber(1))
-    for session_number, renamed in ((SESSION_NUMBER, new), (READER, next_after)):  # READER has no blocks
-        prefix_map.renumber_session(session_number, renamed)
-    assert find(prefix_map, "abcd", new, GROUP) == [1, 2, 3, 4]
-    assert find(prefix_map, "abcd", SESSION_NUMBER, GROUP) == [1]
-    assert [prefix_map.session_number(BlockId(i)) for i in range(1, 5)] == [SESSION_NUMBER, new, new, new]
-    prefix_map.remove(BlockId(3))
-    prefix_map.pending.publish(new, StepNumber(2))
-    assert (prefix_map.pending.of(new), prefix_map.pending.of(next_after)) == ([4], [])
-    assert find(prefix_map, "ab", READER, GROUP) == [1, 2]
 
 
 def test_a_cleared_map_holds_nothing_and_can_be_filled_again(prefix_map: PrefixMap) -> None:

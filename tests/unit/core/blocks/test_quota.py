@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvpool.core.blocks.quota import Quota
+from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
@@ -69,7 +69,7 @@ def test_a_minimum_that_cannot_be_guaranteed_now_is_refused() -> None:
 def test_blocks_reserved_for_other_sessions_are_not_allocated() -> None:
     world = World(num_blocks=20)
     kept, other = world.open(quota=Quota(10)), world.open()
-    assert outcome(world, other, 1, "a" * 10, 40) is Outcome.NO_BLOCKS
+    assert outcome(world, other, 1, "a" * 10, 40) is Outcome.NEVER_FITS
     assert outcome(world, other, 2, "b" * 9, 36) is Outcome.OK
     assert outcome(world, other, 3, "c", 1) is Outcome.NO_BLOCKS
     assert outcome(world, kept, 1, "d" * 10, 40) is Outcome.OK
@@ -80,12 +80,12 @@ def test_reported_free_blocks_are_those_available_to_the_session() -> None:
     world = World(num_blocks=20)
     kept, capped, other = world.open(quota=Quota(10)), world.open(quota=Quota(0, 3)), world.open()
     assert [world.run(session).free_blocks for session in (kept, capped, other)] == [19, 3, 9]
-    info = world.allocator.pools.describe(world.pool)
+    info = world.info()
     assert (info.free_blocks, info.reserved_blocks) == (19, 10)
     assert outcome(world, kept, 1, "a" * 4, 16) is Outcome.OK
     assert outcome(world, capped, 1, "b" * 2, 8) is Outcome.OK
     assert [world.run(session).free_blocks for session in (kept, capped, other)] == [13, 1, 7]
-    assert world.allocator.pools.describe(world.pool).reserved_blocks == 6
+    assert world.info().reserved_blocks == 6
 
 
 def test_a_maximum_is_never_exceeded_and_later_operations_are_skipped() -> None:
@@ -112,9 +112,35 @@ def test_a_maximum_is_never_exceeded_and_later_operations_are_skipped() -> None:
 def test_over_quota_is_reported_even_if_no_block_is_free() -> None:
     world = World(num_blocks=4)
     capped, other = world.open(quota=Quota(0, 1)), world.open()
-    assert outcome(world, other, 1, "abc", 12) is Outcome.OK
-    assert outcome(world, capped, 1, "de", 8) is Outcome.OVER_QUOTA
-    assert outcome(world, capped, 2, "f", 4) is Outcome.NO_BLOCKS
+    assert outcome(world, capped, 1, "d", 4) is Outcome.OK
+    assert outcome(world, other, 1, "ab", 8) is Outcome.OK
+    assert outcome(world, capped, 2, "e", 4) is Outcome.OVER_QUOTA
+    assert outcome(world, other, 2, "f", 4) is Outcome.NO_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("quota", "reserved", "most"),
+    [(Quota(0, 5), 0, 5), (NO_QUOTA, 12, 7), (Quota(4, 0), 8, 11), (Quota(2, 9), 12, 7), (NO_QUOTA, 0, 19)],
+)
+def test_a_request_that_exceeds_what_its_session_can_ever_hold_never_fits(
+    quota: Quota, reserved: int, most: int
+) -> None:
+    """One that needs as much as that waits for the session's other requests."""
+    world = World(num_blocks=20)
+    session, other = world.open(quota=quota), world.open(quota=Quota(reserved))
+    assert outcome(world, session, 1, "x", 4) is Outcome.OK
+    before = world.pool.blocks.num_free_blocks
+    waits = Outcome.OVER_QUOTA if quota.max_blocks == most else Outcome.NO_BLOCKS
+    assert outcome(world, session, 2, "a" * most, most * 4) is waits
+    assert outcome(world, session, 3, "b" * most, most * 4 + 1) is Outcome.NEVER_FITS
+    assert grow(world, session, 1, most * 4 - 3) is Outcome.NEVER_FITS
+    assert world.pool.blocks.num_free_blocks == before
+    world.free(session, 1)
+    assert world.run(session, Operation.ADMIT, request_numbers=[2]).outcomes == []
+    world.free(session, 2)
+    world.allocator.close_session(other.session_id, 0.0)
+    assert (world.run(session, Operation.ADMIT, request_numbers=[3]).outcomes == []) == (reserved > 0)
+    check_integrity(world.pool, world.sessions())
 
 
 def test_a_block_shared_by_requests_counts_once() -> None:
@@ -134,9 +160,9 @@ def test_shared_blocks_do_not_reduce_a_minimum() -> None:
     kept, other = world.open(quota=Quota(10)), world.open()
     assert outcome(world, kept, 1, "a" * 10, 40) is Outcome.OK
     world.run(kept, executed=kept.sequence)
-    assert outcome(world, other, 1, "a" * 9, 37) is Outcome.NO_BLOCKS  # needs nine to hold and one more; nine are left
+    assert outcome(world, other, 1, "a" * 9, 37) is Outcome.NEVER_FITS  # needs nine to hold and one more; nine are left
     assert outcome(world, other, 2, "a" * 8, 33) is Outcome.OK
-    assert world.allocator.pools.describe(world.pool).reserved_blocks == 8
+    assert world.info().reserved_blocks == 8
     world.free(kept, 1)
     assert outcome(world, kept, 2, "z" * 10, 40) is Outcome.OK
 
@@ -174,7 +200,7 @@ def test_lookahead_counts() -> None:
     assert outcome(world, session, 1, "a", 4) is Outcome.OK
     world.run(session, Operation.PREEMPT, request_numbers=[1])
     beyond = world.run(session, Operation.ADMIT, request_numbers=[1], num_lookahead_tokens=[9])
-    assert beyond.outcomes == [Outcome.OVER_QUOTA]
+    assert beyond.outcomes == [Outcome.NEVER_FITS]
     within = world.run(session, Operation.ADMIT, request_numbers=[1], num_lookahead_tokens=[8])
     assert within.outcomes == []
 
@@ -201,7 +227,7 @@ def test_quotas_check_a_hit_when_it_is_allocated() -> None:
         num_block_ids=[3],
         block_ids=table_of(session_number, 1),
     )
-    assert taken.outcomes == [Outcome.OVER_QUOTA]
+    assert taken.outcomes == [Outcome.NEVER_FITS]
     assert table_of(reader, 1) == []
 
 

@@ -1,4 +1,4 @@
-"""States kept at the ends of steps only, rules 6 to 9 of state_manager.py. Golden files have vLLM's answers."""
+"""States kept at the ends of steps only, rules 6 to 9 and 11 of state_manager.py. Golden files have vLLM's answers."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,6 +9,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import StepNumber
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
+from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, block_hashes, config, request_of
 from support.integrity import check_integrity
@@ -123,3 +124,94 @@ def test_external_tokens_are_refused() -> None:
         )  # fmt: skip
     assert caught.value.field == "num_external_tokens[0]"
     assert world.snapshot() == before
+
+
+def test_a_hit_of_a_request_whose_session_the_pool_does_not_know_waits_for_published_states_only() -> None:
+    pool = KVCacheManager(config(specs=[FULL, STATES], retention_tokens=None))
+    first = request_of(pool, "abcd", 12)
+    assert pool.admit(first, 12, sequence=StepNumber(1))
+    pool.blocks.prefix_map.pending.publish(first.session_number, StepNumber(1))
+    second = request_of(pool, "abcd", 14)
+    admission = pool.admit(second, 14, sequence=StepNumber(2))
+    assert admission
+    assert admission.computed.num_tokens == 12
+
+
+@pytest.mark.parametrize("delays", [False, True])
+@pytest.mark.parametrize(
+    ("ends", "found"),
+    [([5, 10], 0), ([3, 8, 11], 8), ([5, 7, 8, 11], 8), ([8, 9, 14], 8), ([2, 3, 4, 7], 4), ([6, 12], 12), ([14], 0)],
+)
+def test_a_block_that_a_step_begins_within_and_passes_is_not_cached(
+    ends: list[int], found: int, *, delays: bool
+) -> None:
+    pool = KVCacheManager(config(specs=[STATES], retention_tokens=None))
+    request = request_of(pool, "abcd", 14)
+    for step, end in enumerate(ends, 1):
+        new, sequence = end - request.num_computed_tokens, StepNumber(step)
+        assert pool.allocate_slots(request, new, delay_cache_blocks=delays, sequence=sequence) is not None
+        if delays:
+            pool.cache_blocks(request, end, sequence=sequence)
+    assert pool.find_longest_cache_hit(request_of(pool, "abcd", 14)).num_tokens == found
+
+
+@pytest.mark.parametrize("cached", [4, 8])
+def test_a_request_does_not_go_back_to_before_a_cached_state(cached: int) -> None:
+    """The next step would overwrite it. A state within a block is one that a hit can end with."""
+    partial: Any = {"prefix_match_unit": 4, "partial_hits": True}
+    world = World(specs=[FULL, replace(STATES, block_size=8)], **partial)
+    session = world.open()
+    known: Any = {"num_appended_tokens": [cached + 1], "block_hashes": block_hashes("ab", cached // 4)}
+    admit: Any = {"request_numbers": [1], "request_ids": ["r"], "num_new_tokens": [cached], **known}
+    world.run(session, Operation.ADMIT, **admit)
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match="before a cached state"):
+        world.run(
+            session, Operation.ALLOCATE, request_numbers=[1], num_rejected_tokens=[cached - 3], num_new_tokens=[1]
+        )
+    assert world.snapshot() == before
+
+
+def test_a_state_that_the_next_step_has_overwritten_is_not_cached_later() -> None:
+    pool = KVCacheManager(config(specs=[FULL, replace(STATES, block_size=8)], prefix_match_unit=4, partial_hits=True))
+    request = request_of(pool, "a", 6)
+    request.num_prompt_tokens = 6
+    for new in (4, 2):
+        assert pool.allocate_slots(request, new, delay_cache_blocks=True, sequence=StepNumber(1))
+    pool.cache_blocks(request, 4, sequence=StepNumber(1))
+    assert pool.find_longest_cache_hit(request_of(pool, "a", 6)).num_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "most", "taken"), [(7, 0, 4), (4, 0, 4), (3, 0, 3), (11, 6, 6), (11, 10, 10), (99, 0, 13)]
+)
+def test_a_budget_cuts_an_admission_where_its_state_is_found(budget: int, most: int, taken: int) -> None:
+    """A number of tokens that the scheduler states stays."""
+    world = World(specs=[FULL, STATES], retention_tokens=None)
+    session = world.open()
+    known: Any = {"num_appended_tokens": [13], "block_hashes": block_hashes("abc", 3), "request_ids": ["r"]}
+    admit: Any = {"request_numbers": [1], "num_new_tokens": [most], "admission_budget_tokens": budget, **known}
+    assert world.run(session, Operation.ADMIT, **admit).num_new_tokens == [taken]
+    del admit["num_new_tokens"]
+    plain = World(specs=[FULL])
+    assert plain.run(plain.open(), Operation.ADMIT, **admit).num_new_tokens == [min(budget, 13)]
+
+
+@pytest.mark.parametrize(
+    "options", [{"enable_caching": False}, {"hash_scheme": HashScheme(num_lookahead_tokens=3)}], ids=["none", "late"]
+)
+def test_hashes_that_a_request_does_not_have_yet_are_not_needed(options: dict[str, Any]) -> None:
+    world = World(60, specs=[FullAttentionSpec(4), MambaSpec(4, only_step_ends=True)], **options)
+    session, num_hashes = world.open(), world.pool.config.num_hashes
+    hashes = block_hashes("abcdef", 6) if world.pool.config.enable_caching else b""
+    one: dict[str, Any] = {"request_numbers": [1], "num_new_tokens": [1]}
+    world.run(
+        session, Operation.ADMIT, num_appended_tokens=[5], **(one | {"num_new_tokens": [4]}),
+        block_hashes=hashes[: 32 * num_hashes(5)], request_ids=["r1"],
+    )  # fmt: skip
+    for n in range(5, 20):
+        added = hashes[32 * num_hashes(n) : 32 * num_hashes(n + 1)]
+        world.run(
+            session, Operation.ALLOCATE, num_appended_tokens=[1], num_prompt_tokens=[n + 1], block_hashes=added, **one
+        )
+    check_integrity(world.pool, world.sessions())

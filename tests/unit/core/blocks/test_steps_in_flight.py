@@ -1,17 +1,22 @@
 """Rules of steps in flight, by number."""
 
+from math import inf
 from typing import Any
 
 import pytest
 
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.errors import InvalidArgumentError, KvpoolError
-from kvpool.core.sessions.session import Session
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
+from kvpool.core.sessions.session import MAX_STEP_SECONDS, Session
+from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
+from kvpool.server.journal.frames import FrameParser
+from kvpool.server.journal.snapshot import load_snapshot, snapshot_frames
 from support.core import World, block_hashes
 from support.integrity import check_integrity
 from support.journal import assert_alike
+from support.state import DrivenState
 
 FREE, PREEMPT = Operation.FREE, Operation.PREEMPT
 NO_BLOCKS = [Outcome.NO_BLOCKS]
@@ -98,7 +103,8 @@ def test_rule_2_a_refused_allocation_changes_nothing(world: World) -> None:
     assert result.outcomes == NO_BLOCKS
     after = world.snapshot()
     assert before[1][:3] == after[:3]  # type: ignore[index]  # free list, counts, hashes
-    assert before[0].free_list.held_chunks == world.pool.blocks.free_list.snapshot().held_chunks
+    held = [list(each.held_chunks.values) for each in (before[0].free_list, world.pool.blocks.free_list.snapshot())]
+    assert held[0] == held[1] != []
 
 
 def test_rule_2_a_refused_step_holds_nothing_back(world: World) -> None:
@@ -187,7 +193,7 @@ def test_rule_4_the_quarantine_takes_freed_blocks_over(world: World) -> None:
     leave(world, one, 2, launched=2)
     world.allocator.evict_session("m", one.session_number, 0.0, quarantine_seconds=5.0)
     check_integrity(world.pool, world.sessions())
-    info = world.allocator.pools.describe(world.pool)
+    info = world.info()
     assert (info.quarantined_sessions, info.quarantined_blocks, info.free_blocks) == (1, 7, 0)
     with world.allocator.snapshot() as snapshot:
         made = State()
@@ -198,6 +204,42 @@ def test_rule_4_the_quarantine_takes_freed_blocks_over(world: World) -> None:
     world.allocator.end_quarantine("m", [one.session_number])
     check_integrity(world.pool, world.sessions())
     assert len(admit(world, other, 3, "stuvwxyz", 8).block_ids) == 8
+
+
+def test_rule_4_a_session_that_reports_no_step_as_executed_ends(world: World) -> None:
+    one, other = world.open(), world.open(lease_seconds=3600.0)
+    world.allocator.attach_stream(one)
+    admit(world, one, 1, "abcde", 5)
+    admit(world, one, 2, "v", 1)
+    assert one.expires_seconds == inf, "nothing waits"
+    leave(world, one, 1, launched=2)
+    assert one.expires_seconds == MAX_STEP_SECONDS
+    world.allocator.touch_session(one.session_id, 300.0)  # a call is no report
+    assert not world.allocator.expire(300.0)
+    executed(world, one, 1)  # a report of an earlier step begins the time again
+    assert one.expires_seconds == 300.0 + MAX_STEP_SECONDS
+    with world.allocator.snapshot() as snapshot:
+        made = State()
+        made.restore(snapshot)
+    assert_alike(world.allocator, made)
+    world.allocator.renew_leases(400.0)
+    world.allocator.attach_stream(one)
+    assert not world.allocator.expire(999.0)
+    assert [each for _, each, _ in world.allocator.expire(1000.0, quarantine_seconds=5.0)] == [one]
+    check_integrity(world.pool, [other])
+    assert world.pool.quarantine.num_blocks == 6
+    world.allocator.end_due_quarantines(1005.0)
+    assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
+
+
+def test_rule_4_a_session_that_reports_its_steps_lives(world: World) -> None:
+    one = world.open()
+    world.allocator.attach_stream(one)
+    admit(world, one, 1, "abcde", 5)
+    leave(world, one, 1, launched=1)
+    executed(world, one, 1)
+    assert one.expires_seconds == inf
+    assert not world.allocator.expire(1e6)
 
 
 def test_rule_4_a_session_without_requests_is_quarantined_for_what_it_freed(world: World) -> None:
@@ -218,18 +260,80 @@ def test_rule_5_a_freed_block_is_hit_by_others_after_its_step(world: World) -> N
     assert world.admit(other, 2, "abc", 9).num_hit_tokens == [8]
 
 
-def test_a_resumed_session_holds_its_blocks_under_its_new_number(world: World) -> None:
-    one, other = world.open(), world.open()
-    admit(world, one, 1, "abcdefgh", 8)
+def take_and_free(world: World, session: Session, num_rounds: int, num_blocks: int) -> None:
+    """Frees blocks again and again behind steps that are reported as launched and never as executed."""
+    for number in range(1, num_rounds + 1):
+        if not admit(world, session, number, chr(0x100 + number), num_blocks).outcomes:
+            leave(world, session, number, launched=session.sequence)
+
+
+def test_quotas_hold_while_steps_are_never_reported_as_executed() -> None:
+    """Rule 5 of quotas: a session keeps no more than its maximum, and nothing of the minima of others."""
+    world = World(num_blocks=100)
+    bounded, unbounded, covered = world.open(quota=Quota(0, 20)), world.open(), world.open(quota=Quota(50))
+    take_and_free(world, bounded, 30, 10)
+    assert 15 < world.pool.blocks.free_list.num_held <= 20
+    take_and_free(world, unbounded, 30, 10)
+    assert 40 < world.pool.blocks.free_list.num_held <= 99 - 50
+    assert len(admit(world, covered, 1, "x", 50).block_ids) == 50
+    leave(world, covered, 1, launched=1)
+    assert len(admit(world, covered, 2, "y", 50).block_ids) == 50, "it can take what waits for its own steps"
+    for session in (bounded, unbounded):
+        executed(world, session, session.sequence)
+    leave(world, covered, 2, launched=1, executed=1)
+    assert world.pool.quotas.num_left == 99 - 50
+
+
+@pytest.mark.parametrize("quota", [Quota(0, 5), Quota(5, 5), Quota(5), Quota()])
+def test_a_session_at_its_quota_gets_what_it_frees_in_the_same_round(quota: Quota) -> None:
+    world = World(num_blocks=11)
+    world.open(quota=Quota(5))
+    one = world.open(quota=quota)
+    admit(world, one, 1, "abcde", 5)
+    world.run(one, Operation.PREEMPT, request_numbers=[1], launched_sequence=1)
+    result = admit(world, one, 2, "vwxyz", 5)
+    assert set(result.block_ids) == {1, 2, 3, 4, 5}
+    assert result.free_blocks == 0
+
+
+def test_a_session_within_its_quota_takes_the_blocks_that_wait_last() -> None:
+    world = World(num_blocks=21)
+    one = world.open(quota=Quota(0, 10))
+    admit(world, one, 1, "abcd", 4)
     leave(world, one, 1, launched=1)
-    world.allocator.resume_session(one.session_id, one.sequence, resume_key="", now_seconds=0.0)
-    check_integrity(world.pool, world.sessions())
-    assert admit(world, other, 1, "s", 1).outcomes == NO_BLOCKS
+    assert admit(world, one, 2, "vwxyz", 5).block_ids == [4, 5, 6, 7, 8], "as without steps in flight"
+    assert admit(world, one, 3, "st", 2).block_ids == [9, 10]
+    assert set(admit(world, one, 4, "q", 1).block_ids) <= {1, 2, 3}, "the maximum leaves it no others"
+
+
+def test_a_hit_that_waits_for_others_is_not_taken_from_the_own_blocks_that_wait() -> None:
+    world = World(num_blocks=12)
+    one, other = world.open(quota=Quota(min_blocks=3)), world.open()
+    admit(world, one, 1, "abcd", 4)
+    leave(world, one, 1, launched=1)
+    executed(world, one, 1)  # found by others
+    admit(world, one, 2, "abcd", 4)
+    leave(world, one, 2, launched=2)
+    admit(world, other, 1, "vwxyz", 5)
+    leave(world, other, 1, launched=1)
+    admit(world, other, 2, "st", 2)
+    assert admit(world, other, 3, "abcd", 4).outcomes == NO_BLOCKS
+    assert not admit(world, other, 4, "mnop", 4).outcomes
+
+
+def test_a_minimum_is_not_guaranteed_from_blocks_that_wait(world: World) -> None:
+    one = world.open()
+    admit(world, one, 1, "abcde", 5)
+    leave(world, one, 1, launched=1)
+    before = world.snapshot()
+    with pytest.raises(ExhaustedError, match="at most 3"):
+        world.open(quota=Quota(4))
+    assert world.snapshot() == before
     executed(world, one, 1)
-    assert len(admit(world, other, 2, "stuvwxyz", 8).block_ids) == 8
+    world.open(quota=Quota(4))
 
 
-def test_a_kept_block_counts_for_no_quota(world: World) -> None:
+def test_a_kept_block_counts_for_the_session_whose_step_may_use_it(world: World) -> None:
     one, other = world.open(quota=Quota(min_blocks=3)), world.open(quota=Quota(min_blocks=2))
     admit(world, one, 1, "abcd", 4)
     executed(world, one, 1)
@@ -237,8 +341,107 @@ def test_a_kept_block_counts_for_no_quota(world: World) -> None:
     world.run(one)
     leave(world, one, 1, launched=2, executed=1)
     assert len(world.pool.in_flight.kept[one.session_number]) == 3
+    assert one.holding is not None
+    assert one.holding.num_lacking == 0
     world.free(other, 1)
     check_integrity(world.pool, world.sessions())
     executed(world, one, 2)
     assert world.pool.blocks.num_free_blocks == 8
     assert world.pool.quotas.num_left == 3
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_rule_4_blocks_of_a_session_that_vanished_count_under_their_groups(*, caches: bool) -> None:
+    world = World(specs=[FullAttentionSpec(4), FullAttentionSpec(4)], enable_caching=caches)
+    session = world.open()
+    admit(world, session, 1, "abc", 3)
+    used = [counters.used_blocks for counters in world.pool.blocks.group_counters]
+    assert used == [3, 3]
+    leave(world, session, 1, launched=1)
+    world.allocator.evict_session("m", session.session_number, 0.0, quarantine_seconds=9.0)
+    check_integrity(world.pool, ())
+    assert [counters.used_blocks for counters in world.pool.blocks.group_counters] == used
+    world.allocator.end_quarantine("m", [session.session_number])
+    assert [counters.used_blocks for counters in world.pool.blocks.group_counters] == [0, 0]
+
+
+def test_chunks_that_others_pass_are_parked_until_they_are_released(world: World) -> None:
+    one, other = world.open(), world.open()
+    for number, content in enumerate("abc", 1):
+        admit(world, one, number, content, 1)
+    for number in (1, 2, 3):
+        leave(world, one, number, launched=3 + number)
+    free_list = world.pool.blocks.free_list
+    assert free_list._order[next(iter(free_list._order))].holder == one.session_number
+    admit(world, other, 1, "v", 1)
+    assert [chunk.holder for chunk in free_list._order.values()] == [0], "passed once, and not again"
+    restored = DrivenState()
+    with world.allocator.snapshot() as snapshot:
+        frames = FrameParser().feed(b"".join(snapshot_frames(snapshot)))
+    load_snapshot(restored, iter(list(frames)))
+    assert_alike(world.allocator, restored)
+    assert admit(world, one, 4, "stuv", 4).block_ids == [3, 2, 1, 5], "its holder takes its own first"
+    executed(world, one, 6)
+    assert not free_list.num_held
+    assert len(admit(world, other, 2, "yz", 2).block_ids) == 2
+
+
+def test_released_chunks_return_to_the_front_in_the_order_in_which_they_were_freed(world: World) -> None:
+    one, other = world.open(), world.open()
+    for number, content in enumerate("abc", 1):
+        admit(world, one, number, content, 1)
+    for number in (1, 2, 3):
+        leave(world, one, number, launched=3 + number)
+    admit(world, other, 1, "v", 1)
+    executed(world, one, 5)
+    assert list(world.pool.blocks.free_list)[:3] == [3, 1, 2], "3 is still parked"
+    executed(world, one, 6)
+    assert list(world.pool.blocks.free_list)[:3] == [3, 1, 2]
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_blocks_that_wait_stay_covered_before_those_that_others_share(world: World, *, in_flight: bool) -> None:
+    one, other, third = world.open(quota=Quota(2)), world.open(quota=Quota(2)), world.open()
+    world.admit(one, 1, "xy", 8)
+    world.admit(one, 2, "zq", 4)
+    executed(world, one, 2)
+    assert world.admit(third, 1, "zpqr", 16).num_hit_tokens == [4]
+    leave(world, one, 1, launched=3 if in_flight else 2, executed=2)
+    assert not world.admit(other, 1, "mn", 8).outcomes, "within its minimum"
+    executed(world, one, 3)
+
+
+def test_a_session_that_takes_back_all_that_waits_does_not_end(world: World) -> None:
+    one = world.open()
+    world.open(lease_seconds=3600.0)
+    world.allocator.attach_stream(one)
+    admit(world, one, 1, "abcdefgh", 8)
+    leave(world, one, 1, launched=1)
+    admit(world, one, 2, "stuvwxyz", 8)
+    executed(world, one, 3)
+    assert not world.allocator.expire(MAX_STEP_SECONDS)
+
+
+def test_a_refusal_has_no_reason_of_an_earlier_one(world: World) -> None:
+    one, other = world.open(quota=Quota(max_blocks=6)), world.open()
+    admit(world, one, 1, "abcd", 4)
+    assert admit(world, one, 2, "efg", 3).outcomes == [Outcome.OVER_QUOTA]
+    admit(world, other, 1, "xyz", 3)
+    more: dict[str, Any] = {
+        "num_appended_tokens": [8],
+        "num_new_tokens": [8],
+        "block_hashes": block_hashes("abcdef", 5)[96:],
+    }
+    assert world.run(one, Operation.ALLOCATE, request_numbers=[1], **more).outcomes == NO_BLOCKS
+
+
+def test_blocks_that_replace_waiting_ones_are_covered_before_shared_ones(world: World) -> None:
+    one, other, third = world.open(quota=Quota(2)), world.open(quota=Quota(2)), world.open()
+    world.admit(one, 1, "xy", 8)
+    world.admit(one, 2, "zq", 4)
+    executed(world, one, 2)
+    assert world.admit(third, 1, "zp", 8).num_hit_tokens == [4]
+    leave(world, one, 1, launched=3, executed=2)
+    world.admit(one, 3, "uvst", 16)  # two of them have waited
+    check_integrity(world.pool, world.sessions())
+    assert not world.admit(other, 1, "mn", 8).outcomes, "within its minimum"

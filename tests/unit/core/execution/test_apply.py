@@ -1,5 +1,8 @@
 """Application of steps: outcomes, budgets, and visibility of blocks to other sessions."""
 
+import pytest
+
+from kvpool.core.execution import apply
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, block_hashes
@@ -84,6 +87,19 @@ def test_common_prefix_counts_the_sessions_own_requests_only() -> None:
     world.admit(other, 2, "abX", 13)
     assert world.run(other, Operation.COMMON_PREFIX, request_numbers=[1]).num_prefix_blocks == [2]
     assert world.run(one, Operation.COMMON_PREFIX, request_numbers=[1]).num_prefix_blocks == [4]
+
+
+def test_a_common_prefix_is_cut_where_its_comparison_would_exceed_the_work_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(apply, "MAX_STEP_WORK", 4)
+    monkeypatch.setattr(apply, "BLOCKS_COMPARED_PER_HASH", 1)
+    world = World()
+    session = world.open()
+    for number in (1, 2):
+        world.admit(session, number, "abc", 13)
+    result = world.run(session, *[Operation.COMMON_PREFIX] * 2, request_numbers=[1, 2])
+    assert (result.num_prefix_blocks, result.outcomes) == ([2, 0], [0, Outcome.SKIPPED])
 
 
 def test_uncached_blocks_are_reused_before_cached_blocks() -> None:

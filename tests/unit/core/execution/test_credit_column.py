@@ -142,7 +142,7 @@ def test_an_operation_beyond_the_maximum_keeps_the_credit(world: World) -> None:
     session = world.open(quota=Quota(max_blocks=4))
     world.admit(session, 1, "abc", 13)
     result = world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[5])
-    assert (result.outcomes, result.credit_tokens) == ([Outcome.OVER_QUOTA], [15])
+    assert (result.outcomes, result.credit_tokens) == ([Outcome.NEVER_FITS], [15])
 
 
 def test_a_changed_hit_gives_no_credit(world: World, session: Session) -> None:

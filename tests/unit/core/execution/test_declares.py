@@ -179,7 +179,7 @@ def test_operations_that_find_too_few_blocks_or_are_skipped_declare_their_reques
         session, ADMIT, ADMIT, ALLOCATE, request_numbers=[1, 2, 3], num_appended_tokens=[13, 3, 3],
         num_new_tokens=[0, 0, 3], block_hashes=block_hashes("abc", 3), request_ids=["r1", "r2", "r3"],
     )  # fmt: skip
-    assert result.outcomes == [Outcome.NO_BLOCKS, Outcome.SKIPPED, Outcome.SKIPPED]
+    assert result.outcomes == [Outcome.NEVER_FITS, Outcome.SKIPPED, Outcome.SKIPPED]
     assert [request.num_prompt_tokens for request in session.requests.values()] == [13, 3, 3]
     check_integrity(world.pool, world.sessions())
     result = world.run(session, ADMIT, ADMIT, request_numbers=[2, 3])

@@ -69,7 +69,7 @@ def test_rejected_and_appended_tokens_count_when_there_are_too_few_blocks() -> N
         session, ALLOCATE, request_numbers=[1], num_appended_tokens=[3], num_new_tokens=[9], num_rejected_tokens=[1],
         block_hashes=block_hashes("ab", 2)[-32:],
     )  # fmt: skip
-    assert result.outcomes == [Outcome.NO_BLOCKS]
+    assert result.outcomes == [Outcome.NEVER_FITS]
     assert (session.by_number[RequestNumber(1)].num_tokens, computed_tokens(session, 1)) == (9, 7)
 
 

@@ -168,7 +168,7 @@ def test_taken_tokens_are_kept_when_the_operation_finds_too_few_blocks() -> None
     session = world.open()
     world.admit(session, 1, "a", 6)
     result = world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_taken_tokens=[1])
-    assert (result.outcomes, computed_tokens(session, 1)) == ([Outcome.NO_BLOCKS], 7)
+    assert (result.outcomes, computed_tokens(session, 1)) == ([Outcome.NEVER_FITS], 7)
     with pytest.raises(InvalidArgumentError):
         world.run(session, APPEND, request_numbers=[1], num_taken_tokens=[2])
 

@@ -40,10 +40,10 @@ def test_a_drained_pool_serves_open_sessions_and_refuses_new_ones_without_a_chan
     with pytest.raises(UnavailableError, match="drained"):
         world.open()
     assert (world.snapshot(), repr(world.pool.activity)) == before
-    assert world.allocator.pools.describe(world.pool).state is PoolState.DRAINING
+    assert world.allocator.pools.state_of(world.pool) is PoolState.DRAINING
     world.admit(session, 1, "abc", 12)
     world.allocator.sessions.find(session.session_id, 1.0)
     assert world.allocator.close_session(session.session_id, 1.0)[1] == 1
     world.allocator.pools.drain_state.undrain(world.pool.config.name)
-    assert world.allocator.pools.describe(world.pool).state is PoolState.READY
+    assert world.allocator.pools.state_of(world.pool) is PoolState.READY
     assert world.open().session_id == SessionId("s3")

@@ -69,7 +69,7 @@ def check_other_memory(error: KvpoolError, *phrases: str) -> None:
 
 def check_new_epoch(world: World, epoch: int, memory_id: str) -> None:
     assert (world.pool.epoch, world.pool.memory_id, hit_tokens(world)) == (epoch, memory_id, 0)
-    assert world.allocator.pools.describe(world.pool).memory_id == memory_id
+    assert world.info().memory_id == memory_id
     assert world.pool.blocks.take_events() == [AllBlocksCleared()]
     check_integrity(world.pool, world.sessions())
 
@@ -125,10 +125,10 @@ def test_rule_2_the_same_memory_is_never_refused(world: World) -> None:
 
 def test_rule_2_a_new_epoch_keeps_the_configuration_and_the_counters(world: World) -> None:
     filled(world, "a")
-    before = world.allocator.pools.describe(world.pool)
+    before, config = world.info(), world.pool.config
     session = world.open(memory_id="b")
-    after = world.allocator.pools.describe(world.pool)
-    assert (after.config, after.config.hash_scheme.none_hash) == (before.config, b"n" * 32)
+    after = world.info()
+    assert (world.pool.config, config.hash_scheme.none_hash) == (config, b"n" * 32)
     assert (after.free_blocks, after.cached_blocks) == (19, 0)
     assert (after.activity.allocations, after.activity.sessions_opened) == (before.activity.allocations, 2)
     assert after.activity.epoch_ends == 0

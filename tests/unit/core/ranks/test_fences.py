@@ -18,7 +18,7 @@ def world() -> Gathering:
 
 def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[MessageSent]:
     """Fences, with session 3 opened last; returns what was sent."""
-    effects = world.members.fence(THREE, live, {number: (number,) for number in awaiting})
+    effects = world.members.fence(THREE, live, awaiting)
     world.do(effects)
     return [effect for effect in effects if isinstance(effect, MessageSent)]
 
@@ -83,11 +83,11 @@ def test_rule_3_a_pending_session_delays_no_other(world: Gathering) -> None:
     assert answer(world, second, 2) == (ONE,)
 
 
-def test_rule_3_a_session_waits_for_its_former_numbers_and_no_others(world: Gathering) -> None:
+def test_rule_3_a_session_waits_for_its_own_steps_and_no_others(world: Gathering) -> None:
     first, second = world.form(fences=True)
-    world.do(world.members.fence(THREE, (), {TWO: (TWO,), THREE: (ONE, THREE)}))
+    world.do(world.members.fence(THREE, (), (TWO, THREE)))
     assert answer(world, first, 1) == ()
-    assert answer(world, second, 1, ONE, TWO) == ()
+    assert answer(world, second, 1, TWO, THREE) == ()
     assert answer(world, second, 1, TWO) == (THREE,)
     assert answer(world, second, 1) == (TWO,)
 

@@ -23,6 +23,7 @@ from kvpool.core.ranks.messages import (
     PoolStatus,
     Rank,
     RankState,
+    RankTiming,
     Ready,
     Registration,
 )
@@ -192,6 +193,15 @@ def test_rule_3_a_process_that_returns_without_contents_starts_a_new_epoch(regis
         world.allocate(link)
     assert world.epoch == max(2, registered.held.epoch + 1 if registered.held else 0)
     assert world.is_serving
+
+
+def test_rule_4_by_default_a_rank_may_be_away_for_a_minute() -> None:
+    world = Gathering(RankTiming())
+    (link,) = world.form(1)
+    world.break_link(link)
+    world.wait(60.0)
+    world.register(registration(0, 1, held=held()))
+    assert (world.is_serving, world.members.epoch) == (True, 1)
 
 
 @LOSSES

@@ -114,17 +114,6 @@ def test_the_end_of_a_session_withdraws_launched_but_unexecuted_blocks() -> None
     assert (num_found(world, other, "abc"), num_found(world, other, "xyz")) == (0, 0)
 
 
-def test_a_resumed_session_does_not_keep_launched_steps() -> None:
-    """The process that launched the step may have died before the ranks received it."""
-    world = World()
-    session = world.open()
-    world.admit(session, 1, "abc", 13)
-    run(world, session, launched=1)
-    world.allocator.resume_session(session.session_id, 2, resume_key="k", now_seconds=0.0)
-    leave(world, session, FREE)
-    assert num_found(world, session, "abc") == 0
-
-
 def delayed(world: World, session: Session) -> None:
     """Adds a request of three full blocks, filled by step 1 and not cached."""
     run(

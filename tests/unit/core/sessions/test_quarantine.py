@@ -2,13 +2,14 @@
 
 import pytest
 
+from kvpool.core.blocks.integrity import IntegrityError
 from kvpool.core.errors import NotFoundError, WrongStateError
 from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, config
-from support.integrity import IntegrityError, check_integrity
+from support.integrity import check_integrity
 
 LEASE_SECONDS = 10.0
 QUARANTINE_SECONDS = 5.0
@@ -34,7 +35,7 @@ def fence(world: World) -> None:
 
 
 def quarantined(world: World) -> tuple[int, int]:
-    info = world.allocator.pools.describe(world.pool)
+    info = world.info()
     assert info.quarantined_blocks <= info.config.num_blocks - 1 - info.free_blocks
     return info.quarantined_sessions, info.quarantined_blocks
 
@@ -94,7 +95,7 @@ def test_rule_2_with_fencing_ranks_no_time_frees_blocks(world: World) -> None:
     for session in (one, two):
         world.admit(session, 1, "ab", 8)
     expire(world)
-    assert world.pool.quarantine.awaiting_ranks == {n: (n,) for n in (one.session_number, two.session_number)}
+    assert world.pool.quarantine.awaiting_ranks == [one.session_number, two.session_number]
     assert world.allocator.next_expiry_seconds() == NEVER
     assert released(world, 1e9) == []
     found = world.allocator.end_quarantine("m", [two.session_number, SessionNumber(100)])

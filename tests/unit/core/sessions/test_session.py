@@ -5,7 +5,6 @@ import pytest
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.execution.apply import apply_step
 from kvpool.core.ids import RequestId, RequestNumber
-from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import REMEMBERED_RESULTS, Session
 from kvpool.core.steps.columns import Operation, Step
 from support.core import World
@@ -77,11 +76,17 @@ def test_execution_of_steps_never_sent_is_refused(executed: int, world: World, s
 
 def test_generated_request_numbers_are_negative_and_unused(world: World, session: Session) -> None:
     world.admit(session, 7, "a", 5)
-    for expected in (-1, -2):
+    for expected in (-2, -3):
         number = session.free_number()
         assert number == expected
-        session.add(Request(RequestId(f"unnamed{number}"), number, session.session_number, world.pool.new_tables()))
-    assert session.request_number(RequestId("unnamed-2")) == -2
+        world.run(
+            session,
+            Operation.APPEND,
+            request_numbers=[number],
+            num_appended_tokens=[1],
+            request_ids=[f"unnamed{number}"],
+        )
+    assert session.request_number(RequestId("unnamed-3")) == -3
     assert session.request_number(RequestId("r7")) == RequestNumber(7)
     assert session.request_number(RequestId("r8")) is None
 

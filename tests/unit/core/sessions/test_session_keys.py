@@ -1,14 +1,12 @@
-"""Rule 4 of session: calls that can be repeated, and one driving process at a time."""
+"""Calls that can be repeated: opening with a key, and closing. Leases and their bounds."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 
-from kvpool.core.blocks.quota import Quota
-from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError
+from kvpool.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.core.ids import SessionId
-from kvpool.core.sessions.session import REMEMBERED_KEYS, LeaseBounds, Session
+from kvpool.core.sessions.session import LeaseBounds, Session
 from support.core import World
 from support.integrity import check_integrity
 
@@ -31,9 +29,6 @@ class Keyed(World):
             open_key=key,
             requested=(lease_seconds,),
         )[1]
-
-    def resume(self, session_id: str, key: str = "", sequence: int = 0, now_seconds: float = 0.0) -> Session:
-        return self.allocator.resume_session(session_id, sequence, resume_key=key, now_seconds=now_seconds)[1]
 
 
 @pytest.fixture
@@ -87,127 +82,15 @@ def test_a_drained_pool_still_finds_a_session_that_is_open(world: Keyed) -> None
 def test_keys_have_a_maximum_length(world: Keyed, key: str) -> None:
     session = world.open_with("k" * 64)
     assert refusal(lambda: world.open_with(key))[:2] == (InvalidArgumentError, "open_key")
-    assert refusal(lambda: world.resume(session.session_id, key))[:2] == (InvalidArgumentError, "resume_key")
     assert world.sessions() == [session]
-    assert session.current_id == session.session_id
 
 
-def test_resuming_assigns_a_new_id_and_fences_earlier_ids(world: Keyed) -> None:
+def test_a_closed_session_gets_its_count_again(world: Keyed) -> None:
     session = world.open_with("k")
     world.admit(session, 1, "abc", 13)
-    assert world.resume("id1", "a", sequence=1, now_seconds=9.0) is session
-    first = session.current_id
-    assert (first != "id1", session.last_seen_seconds) == (True, 9.0)
-    held = [request.tables for request in session.requests.values()]
-    assert world.resume("id1", "b") is session  # by any of its ids
-    second = session.current_id
-    assert [request.tables for request in session.requests.values()] == held
-    before = world.snapshot()
-    for stale in ("id1", first):
-        for call in (world.allocator.sessions.find, world.allocator.close_session):
-            assert refusal(partial(call, stale, 1.0)) == (AbortedError, "session_id", "SESSION_RESUMED")
-    assert (world.snapshot(), session.last_seen_seconds) == (before, 0.0)
-    assert world.allocator.sessions.find(second, 1.0) == (world.pool, session)
-    assert refusal(lambda: world.open_with("k")) == (AbortedError, "session_id", "SESSION_RESUMED")
-
-
-def test_resuming_assigns_the_next_number_and_keeps_the_rest(world: Keyed) -> None:
-    session, other = world.open_with("k"), world.open_with("l")
-    world.admit(session, 1, "abc", 13)
-    world.resume("id1", "a")
-    assert (session.numbers, world.allocator.sessions.last_number) == ((1, 3), 3)
-    assert (
-        [each.session_number for each in world.sessions()]
-        == [2, 3]
-        == [s.session_number for _, s in world.allocator.sessions]
-    )
-    assert {request.session_number for request in session.requests.values()} == {3}
-    assert world.allocator.find_session("m", 3)[1] is session
-    assert refusal(lambda: world.allocator.find_session("m", 1))[2] == "SESSION_NOT_FOUND"
-    check_integrity(world.pool, world.sessions())
-    world.resume("id1", "a")
-    assert (session.numbers, world.allocator.sessions.last_number) == ((1, 3), 3), "a repeat"
-    for sequence, key in ((2, "b"), (0, "k" * 65)):
-        refusal(partial(world.resume, "id1", key, sequence))
-    assert (session.session_number, world.open_with("m").session_number, other.session_number) == (3, 4, 2)
-
-
-def test_unexecuted_blocks_stay_private_and_are_published_under_the_new_number(world: Keyed) -> None:
-    session, other = world.open_with("k"), world.open_with("l")
-    world.admit(session, 1, "abc", 13)
-    world.resume("id1")
-    assert not any(world.admit(other, 1, "abc", 13).num_hit_tokens)
-    assert world.admit(session, 2, "abc", 13).num_hit_tokens[-1] == 12
-    world.allocator.mark_executed(world.pool, session, 1)
-    world.free(other, 1)
-    result = world.admit(other, 2, "abc", 13)
-    assert (result.num_hit_tokens[-1], result.num_shared_hit_tokens[-1]) == (12, 12)
-    check_integrity(world.pool, world.sessions())
-
-
-@pytest.mark.parametrize("quota", [Quota(2, 0), Quota(0, 5)])
-def test_resuming_keeps_the_quota(world: Keyed, quota: Quota) -> None:
-    session = world.open(quota=quota)
-    world.admit(session, 1, "abc", 13)
-    assert session.holding
-    counts = dict(session.holding.counts)
-    world.resume("s1")
-    assert (session.holding.counts, session.holding.min_blocks, session.holding.max_blocks) == (
-        counts, quota.min_blocks, quota.max_blocks,
-    )  # fmt: skip
-    check_integrity(world.pool, world.sessions())
-
-
-def test_a_resumed_session_that_is_evicted_is_quarantined_under_its_new_number(world: Keyed) -> None:
-    session = world.open_with("k")
-    world.admit(session, 1, "abc", 13)
-    world.resume("id1")
-    world.allocator.evict_session("m", session.session_number, 0.0, quarantine_seconds=5.0)
-    assert world.pool.quarantine.numbers == (2,)
-    assert world.pool.blocks.prefix_map.pending.steps == {}
-    check_integrity(world.pool, world.sessions())
-
-
-def test_a_resume_key_takes_over_once_and_not_from_a_later_process(world: Keyed) -> None:
-    session = world.open_with("k")
-    world.resume("id1", "a")
-    first = session.current_id
-    assert (world.resume("id1", "a").current_id, world.pool.activity.retries) == (first, 1)
-    world.resume("id1", "b")
-    second = session.current_id
-    assert refusal(lambda: world.resume(first, "a"))[2] == "SESSION_RESUMED"
-    assert session.current_id == second
-    for i in range(REMEMBERED_KEYS):
-        world.resume("id1", f"c{i}")
-    assert world.resume("id1", "a").current_id not in (first, second)
-
-
-def test_resuming_with_a_future_step_number_is_refused(world: Keyed) -> None:
-    session = world.open_with("k")
-    world.admit(session, 1, "abc", 13)
-    before = world.snapshot()
-    for sequence in (-1, 2):
-        refused = refusal(partial(world.resume, "id1", "a", sequence))
-        assert refused == (InvalidArgumentError, "sequence", "INVALID_VALUE")
-    assert (world.snapshot(), session.current_id) == (before, "id1")
-
-
-def test_ended_sessions_are_not_resumed(world: Keyed) -> None:
-    closed, overdue = world.open_with("k"), world.open_with("l")
-    world.resume(closed.session_id)
-    world.allocator.close_session(closed.current_id, 0.0)
-    assert refusal(lambda: world.resume("id1"))[2] == "SESSION_CLOSED"
-    assert refusal(lambda: world.resume(overdue.session_id, now_seconds=10.0))[2] == "LEASE_EXPIRED"
-    assert refusal(lambda: world.resume("id9"))[0] is NotFoundError
-
-
-def test_only_the_process_that_closed_a_session_gets_its_count_again(world: Keyed) -> None:
-    session = world.open_with("k")
-    world.admit(session, 1, "abc", 13)
-    world.resume("id1")
-    assert world.allocator.close_session(session.current_id, 0.0)[1] == 1
+    assert world.allocator.close_session(session.session_id, 0.0)[1] == 1
     ended = world.allocator.sessions.ends
-    assert (ended.num_freed_by_close(session.current_id), ended.num_freed_by_close("id1")) == (1, None)
+    assert (ended.num_freed_by_close(session.session_id), ended.num_freed_by_close("id9")) == (1, None)
     check_integrity(world.pool, world.sessions())
 
 

@@ -103,8 +103,9 @@ def test_a_refusal_states_the_numbers() -> None:
     with pytest.raises(InvalidArgumentError) as refused:
         DrivenState().create_pool(make([SinkFullAttentionSpec(4, sink_len=8)], 20), NONE_HASH)
     assert str(refused.value) == (
-        "config.num_blocks: one request of 100 tokens needs 25 blocks, 17 are available without the null block and"
-        " sinks; the longest that fits has 68 tokens: add blocks, lower max_model_len, or set allow_too_few_blocks"
+        "config.num_blocks: one request of 100 tokens needs 25 blocks, 17 are available without the null block,"
+        " sinks, and what quotas withhold; the longest that fits has 68 tokens: add blocks, lower max_model_len, or set"
+        " allow_too_few_blocks"
     )
 
 

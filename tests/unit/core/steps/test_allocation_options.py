@@ -131,7 +131,7 @@ def test_the_full_sequence_must_fit_even_if_a_chunk_fits() -> None:
     world = World(num_blocks=6)
     session = world.open()
     add(world, session, 1, "abcdefg", 24)  # six blocks of five
-    assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NEVER_FITS
     assert (free_of(world), world.pool.stats.requests) == (5, 0)
     assert outcome(ask(world, session, ADMIT, 1, 4)) is Outcome.OK
     assert tables(session, 1) == [[1]]
@@ -156,9 +156,9 @@ def test_blocks_of_a_hit_in_use_need_not_fit_and_free_ones_must() -> None:
     assert outcome(ask(world, session, ADMIT, 2, 1, full_sequence_must_fit=True)) is Outcome.OK
     world.free(session, 2)
     add(world, session, 3, "abcdefgh", 32)  # five new blocks
-    assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NEVER_FITS
     world.free(session, 1)
-    assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NO_BLOCKS
+    assert outcome(ask(world, session, ADMIT, 3, 1, full_sequence_must_fit=True)) is Outcome.NEVER_FITS
     add(world, session, 4, "abcdefg", 28)  # three free blocks of the hit, four new
     assert outcome(ask(world, session, ADMIT, 4, 1, full_sequence_must_fit=True)) is Outcome.OK
 
@@ -181,7 +181,7 @@ def test_a_window_is_counted_with_the_maximum_tokens_in_flight(in_flight: int, *
     session = world.open()
     add(world, session, 1, "abcdefghij", 40)
     result = ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)
-    assert outcome(result) is (Outcome.OK if fits else Outcome.NO_BLOCKS)
+    assert outcome(result) is (Outcome.OK if fits else Outcome.NEVER_FITS)
 
 
 def test_a_chunk_is_counted_with_the_maximum_tokens_in_flight() -> None:
@@ -327,8 +327,8 @@ def test_a_quota_limits_an_allocation_with_options() -> None:
     world = World(num_blocks=20)
     session = world.open(quota=Quota(2, 5))
     add(world, session, 1, "abcdef", 24)
-    assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OVER_QUOTA
-    assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=24)) is Outcome.OVER_QUOTA
+    assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NEVER_FITS
+    assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=24)) is Outcome.NEVER_FITS
     assert outcome(ask(world, session, ALLOCATE, 1, 4, num_external_tokens=16)) is Outcome.OK
     assert num_counted(session) == 5
 

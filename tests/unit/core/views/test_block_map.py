@@ -5,9 +5,9 @@ import pytest
 from kvpool.core import ids
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import EndReason, EndSession
-from kvpool.core.ids import SessionNumber
+from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.views.block_map import BlockMap, BlockMapScan
-from kvpool.core.views.inspection import BlockState, Page, page_of_blocks
+from kvpool.core.views.inspection import BlockState, state_of
 from support.core import STEP, World, admit, config
 
 HELD, PENDING, CACHED = "held", "pending", "cached"
@@ -22,10 +22,12 @@ def map_of(pool: KVCacheManager, **bounds: int) -> BlockMap:
 
 def states_of(pool: KVCacheManager) -> list[str]:
     """The state of each block, in order, by inspection of one block after the other."""
-    infos, token = page_of_blocks(pool, None, Page(500, ""))
-    assert not token
     by_state = {BlockState.USED: HELD, BlockState.CACHED: CACHED, BlockState.FREE: ""}
-    return [PENDING if each.pending and each.ref_cnt else by_state[each.state] for each in infos]
+    pending = pool.blocks.prefix_map.pending.steps
+    return [
+        PENDING if block_id in pending and pool.blocks.ref_cnt(block_id) else by_state[state_of(pool, block_id)]
+        for block_id in map(BlockId, range(1, pool.blocks.num_blocks))
+    ]
 
 
 def pool_in_all_states(num_blocks: int = 60) -> KVCacheManager:

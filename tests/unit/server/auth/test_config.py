@@ -9,7 +9,6 @@ import pytest
 
 from kvpool.server.auth.config import AuthConfig
 from kvpool.server.config import MetricsConfig, ServerConfig
-from kvpool.server.events.config import EventsConfig
 from kvpool.wire.address import BoundSocket
 
 TLS = AuthConfig(Path("cert"), Path("key"))
@@ -20,7 +19,7 @@ TLS = AuthConfig(Path("cert"), Path("key"))
     [
         ({"tls_cert": Path("c")}, "tls_cert, tls_key: each requires the other"),
         ({"tls_client_ca": Path("c")}, "tls_client_ca: requires tls_cert"),
-        ({"allow_plaintext": frozenset(["http"])}, "allow_plaintext: 'http' is not one of grpc, metrics, events"),
+        ({"allow_plaintext": frozenset(["http"])}, "allow_plaintext: 'http' is not one of grpc, metrics, replication"),
         ({"socket_mode": 0o1777}, r"socket_mode: 1777 is not in \[000, 777\]"),
     ],
 )
@@ -39,14 +38,6 @@ def test_plaintext_beyond_loopback_requires_permission(address: str) -> None:
     with pytest.raises(ValueError, match=r"^metrics_listen: .* allow_plaintext metrics$"):
         ServerConfig(metrics=metrics, auth=TLS)
     ServerConfig(metrics=metrics, auth=AuthConfig(allow_plaintext=frozenset(["metrics"])))
-
-
-@pytest.mark.parametrize("endpoint", ["tcp://*:5557", "tcp://192.0.2.1:5557"])
-def test_plaintext_events_beyond_loopback_require_permission(endpoint: str) -> None:
-    for events in (EventsConfig(endpoint), EventsConfig("ipc:///tmp/x", endpoint)):
-        with pytest.raises(ValueError, match=r"^events_(replay_)?endpoint: .* allow_plaintext events$"):
-            ServerConfig(events=events)
-        ServerConfig(events=events, auth=AuthConfig(allow_plaintext=frozenset(["events"])))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from kvpool.server.cluster.directory import (
 from kvpool.server.cluster.record_codec import MAX_RECORD_BYTES, check_member, decode_record, encode_record
 
 A = Member(MemberId("a"), ("10.0.0.1:50051", "[::1]:50051"), "10.0.0.1:50060")
-B = Member(MemberId("b"), ("host-b:50051",), "host-b:50060", "z1")
+B = Member(MemberId("b"), ("host-b:50051",), "host-b:50060")
 RECORD = ShardRecord(3, MemberId("b"), (A, B), "change")
 
 names = st.text(min_size=1, max_size=20)
@@ -43,7 +43,7 @@ def records(draw: st.DrawFn) -> ShardRecord:
 
 def test_a_record_has_space_for_all_members_that_may_be_added() -> None:
     def member_with(num_bytes: int, number: int) -> Member:
-        return Member(MemberId(f"{number:016}"), (f"{'h' * num_bytes}:50051",) * 2, f"{'h' * 30}:50060", "zone")
+        return Member(MemberId(f"{number:016}"), (f"{'h' * num_bytes}:50051",) * 2, f"{'h' * 30}:50060")
 
     def is_accepted(num_bytes: int) -> bool:
         try:
@@ -70,8 +70,8 @@ def fields_of(record: ShardRecord = RECORD) -> dict[str, Any]:
 
 
 def test_the_bytes_of_a_record() -> None:
-    member = '{"addresses":["host-b:50051"],"member_id":"b","replication_address":"host-b:50060","zone":"z1"}'
-    expected = f'{{"change_id":"x","format":1,"in_sync":[{member}],"primary":"b","term":1}}'
+    member = '{"addresses":["host-b:50051"],"member_id":"b","replication_address":"host-b:50060"}'
+    expected = f'{{"change_id":"x","format":2,"in_sync":[{member}],"primary":"b","term":1}}'
     assert encode_record(ShardRecord(1, MemberId("b"), (B,), "x")) == expected.encode()
 
 
@@ -99,9 +99,9 @@ def change_member(**values: object) -> Callable[[dict[str, Any]], None]:
     return lambda fields: fields["in_sync"][0].update(values)
 
 
-MEMBER = {"member_id": "a", "addresses": ["h:1"], "replication_address": "h:2", "zone": ""}
+MEMBER = {"member_id": "a", "addresses": ["h:1"], "replication_address": "h:2"}
 DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "another format": (change(format=2), "has format 2; this version reads 1"),
+    "another format": (change(format=1), "has format 1; this version reads 2"),
     "a format that only equals the number": (change(format=True), "has format True"),
     "no format": (lambda fields: fields.pop("format"), "has format None"),
     "a missing field": (lambda fields: fields.pop("term"), "other fields: ['term']"),
@@ -126,8 +126,6 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a member twice": (change(in_sync=[MEMBER, MEMBER], primary="a"), "twice"),
     "no addresses": (change_member(addresses=[]), "addresses: is empty"),
     "an address of another type": (change_member(addresses=[1]), "addresses: 1 is not of type str"),
-    "a zone of another type": (change_member(zone=1), "zone: 1 is not of type str"),
-    "a zone that is no name": (change_member(zone="a b"), "zone: needs"),
     "a member id with a line break": (change_member(member_id="a\n"), "member_id: needs"),
     "a long member id": (change_member(member_id="a" * 17), "member_id: needs"),
     "an address without a port": (change_member(addresses=["h:1", "h"]), "addresses: 'h' is not host:port"),

@@ -8,7 +8,9 @@ import pytest
 from kvpool.core.commands import Drain
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.journal.records import encode_record
+from support.faults import ArmedFaults
 from support.journal import begin, journal_in, kill, recovered
+from support.state import driven
 
 
 class Sent:
@@ -38,24 +40,25 @@ def test_a_record_is_in_the_journal_when_it_is_sent(tmp_path: Path) -> None:
 
 
 def test_a_record_is_sent_while_the_journal_is_down(tmp_path: Path) -> None:
-    journal, sent = journal_in(tmp_path), Sent(tmp_path)
+    journal, sent = journal_in(tmp_path, faults=ArmedFaults("journal.before_write:error:2")), Sent(tmp_path)
     begin(journal)
-    journal.give_up_after_bug()
+    driven(journal).drain(None)
     recorder = Recorder(journal, sent)  # type: ignore[arg-type]
     recorder.record(Drain(None), 1.0, None)
     assert len(sent.records) == 1
-    assert recorder.error.startswith("BUG")
+    assert recorder.error.startswith("WRITE_FAILED")
     kill(journal)
 
 
 def test_a_command_that_failed_halfway_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A standby has the state before the command."""
+    """A standby has the state before the command, and so has the journal."""
     journal = journal_in(tmp_path)
     begin(journal)
+    driven(journal).drain(None)
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr("logging.shutdown", lambda: None)
-    Recorder(journal, Sent(tmp_path)).give_up_after_bug()  # type: ignore[arg-type]
+    Recorder(journal, Sent(tmp_path)).crash_after_bug("Undrain")  # type: ignore[arg-type]
     assert ended == [70]
-    assert not list(tmp_path.glob("log-*")), "its own state is not used again"
     kill(journal)
+    assert recovered(tmp_path).state.pools.drain_state.is_server_drained

@@ -5,7 +5,7 @@ import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -82,7 +82,7 @@ class StandbyWorld:
         self._step = self.member.step
         self.member.step = self._record  # type: ignore[method-assign]
         self.journal.write = self._write  # type: ignore[method-assign]
-        self.client.recorder.give_up_after_bug = self._fail  # type: ignore[method-assign]
+        self.client.recorder.crash_after_bug = self._fail  # type: ignore[method-assign]
         self.server.directory.is_up = False
         self.client._followed = 3, PRIMARY  # the test connects
         self.member.step(events.DirectoryRead(VersionedRecord(1, ShardRecord(3, PRIMARY.member_id, (PRIMARY,), "x"))))
@@ -115,8 +115,10 @@ class StandbyWorld:
         del command
         self.written.append(frame)
 
-    def _fail(self) -> None:
+    def _fail(self, method: str) -> NoReturn:
+        del method
         self.num_halfway += 1
+        raise SystemExit
 
 
 @pytest.fixture(name="world")
@@ -276,7 +278,7 @@ async def test_a_record_that_is_executed_in_part_ends_the_process(
         raise MemoryError
 
     monkeypatch.setattr("kvpool.server.cluster.replicated_state.execute_record", fail)
-    with pytest.raises(MemoryError):
+    with pytest.raises(SystemExit):
         world.stream.data_received(primary.record())
     assert (world.num_halfway, world.count(events.StateDiffers), world.acknowledged) == (1, 0, [7])
 

@@ -25,7 +25,6 @@ from kvpool.server.metrics.observations import Observations
 from kvpool.server.services.calls import Calls
 from kvpool.server.shutdown import Shutdown
 from kvpool.v1 import allocator_pb2
-from kvpool.wire.channels import SHARD_KEY
 from kvpool.wire.errors import from_rpc_error
 from support.auth import secret_of, write_tokens
 from support.waiting import DEADLINE_SECONDS, until
@@ -37,7 +36,6 @@ CHECKS: Final = {
     "the request arrives": "NOTHING_SENT",
     "size of a message": "MESSAGE_TOO_LARGE",
     "format of a message": "MALFORMED",
-    "shard of the call": "NOT_PRIMARY",
     "the server is the primary": "NOT_PRIMARY",
     "token": "NO_TOKEN",
     "role of the token": "ROLE",
@@ -104,7 +102,7 @@ class _Served:
         confirmed: Any = _Confirmed()  # has all that the gate uses
         gate = Gate(confirmed, confirmed, DEADLINE_SECONDS)
         stall_seconds = 0.1 if "the request arrives" in fails else DEADLINE_SECONDS
-        guarded = Guard(Limits(stall_seconds=stall_seconds), self.seen, check, PrimaryCheck("main", gate, refusal))
+        guarded = Guard(Limits(stall_seconds=stall_seconds), self.seen, check, PrimaryCheck(gate, refusal))
         self._server = grpc.aio.server(interceptors=[guarded])
         handler = grpc.unary_unary_rpc_method_handler(
             self._serve, allocator_pb2.GetPoolRequest.FromString, allocator_pb2.GetPoolResponse.SerializeToString
@@ -132,8 +130,6 @@ class _Served:
         """Makes a call that fails the checks."""
         name = "watcher" if "role of the token" in self._fails else "allowed"
         metadata = [] if "token" in self._fails else [("authorization", f"Bearer {secret_of(name)}")]
-        if "shard of the call" in self._fails:
-            metadata.append((SHARD_KEY, "other"))
         start: Any = self.channel.stream_unary(f"/{METHOD}")
         await start(self._messages(), timeout=DEADLINE_SECONDS, metadata=metadata)
 

@@ -643,15 +643,18 @@ def test_a_journal_that_cannot_be_invalidated_ends_the_process(
     kill(journal)
 
 
-def test_a_change_that_fails_halfway_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_fails_halfway_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, _ = begun(tmp_path)
     pool = next(iter(journal.state.pools))
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr("logging.shutdown", lambda: None)
     monkeypatch.setattr(type(pool), "reset_prefix_cache", broken)
     with pytest.raises(ZeroDivisionError):
         driven(journal).reset_prefix_cache(pool)
-    assert not journal.counts.is_up
+    assert ended == [70]
     kill(journal)

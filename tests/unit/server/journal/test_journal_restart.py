@@ -160,7 +160,7 @@ async def test_a_journal_that_is_given_up_during_its_first_snapshot_is_not_behin
         while not journal.is_recording:  # noqa: ASYNC110 - its first snapshot may soon be whole
             await asyncio.sleep(0)
         assert journal.is_behind
-        journal.give_up_after_bug()
+        journal.crash_after_bug("method")
         assert not journal.is_behind
 
 

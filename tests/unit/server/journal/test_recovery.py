@@ -20,7 +20,7 @@ from kvpool.server.journal import recovery
 from kvpool.server.journal.folder import FORMAT, Folder, Header, format_of
 from kvpool.server.journal.frames import FrameKind, FrameParser, encode_frame
 from kvpool.server.journal.journal import Journal
-from kvpool.server.journal.pool_list import EPOCH_LEAP, read_pools
+from kvpool.server.journal.pool_list import EPOCH_LEAP
 from kvpool.server.journal.recovery import Recovery
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.file_ids import file_id
@@ -121,8 +121,11 @@ def test_a_changed_byte_drops_the_journal_or_changes_nothing(
         path.write_bytes(content)
 
 
+HEADER = Header("snapshot-1", FORMAT, WRITER, "1-1")
+
+
 def _header(name: str, file_id: str = "") -> bytes:
-    return Header(name, format_of(name), WRITER, file_id).encode()
+    return replace(HEADER, name=name, format=format_of(name), file_id=file_id).encode()
 
 
 def assert_dropped(found: Recovery) -> None:
@@ -179,7 +182,7 @@ def test_a_malformed_list_of_pools_does_not_prevent_the_start(folder: Path, node
     found = recovered(folder)
     assert found.dropped == "NOT_WHOLE"
     assert not list(found.state.pools)
-    assert not found.state.pools.past_epoch
+    assert found.state.pools.past_epoch == EPOCH_LEAP, "there may have been pools"
 
 
 @pytest.mark.parametrize("node", [None, [], ["snapshot-1", 1], ["snapshot-1", 1, "1 Python", 7]])
@@ -555,22 +558,37 @@ def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, restarted: D
     assert_alike(restarted, found.state)
 
 
-def _write_pools_of_0_1(folder: Path) -> None:
-    """Writes the list as kvpool 0.1 does."""
-    opened = Folder(folder, WRITER)
-    pools = [[pool.name, pool.epoch, pool.config] for pool in read_pools(opened) or ()]
-    opened.close()
-    header = encode_frame(FrameKind.HEADER, dumps(["pools", 2, "0.1 Python", "another boot"]))
-    (folder / "pools").write_bytes(b"kvpool1\n" + header + encode_frame(FrameKind.POOLS, dumps(pools)))
+OF_0_1 = b"kvpool1\n" + encode_frame(FrameKind.HEADER, dumps(["snapshot-1", 2, "0.1.0 CPython", "boot"]))
+OTHER_FORMATS = {
+    "older format of kvpool 0.1": OF_0_1,
+    f"older format {FORMAT - 1}": encode_frame(FrameKind.HEADER, dumps({"format": FORMAT - 1})),
+    f"newer format {FORMAT + 1}": replace(HEADER, format=FORMAT + 1).encode(),
+}
+"""What the error calls a file that begins with a header, which may have other fields."""
 
 
-@pytest.mark.parametrize("of_0_1", [False, True])
+@pytest.mark.parametrize("name", ["snapshot-1", "log-1"])
+@pytest.mark.parametrize("called", OTHER_FORMATS)
+def test_a_file_of_another_format_is_not_called_damaged(folder: Path, name: str, called: str) -> None:
+    (folder / name).write_bytes(OTHER_FORMATS[called] + b"content")
+    found = recovered(folder)
+    assert found.dropped == "OTHER_FORMAT"
+    assert f"{name} has the {called}, and this version reads format {FORMAT}" in found.detail
+    assert_dropped(found)
+
+
+def test_pools_of_another_format_leave_their_epochs_to_the_past_ones(folder: Path) -> None:
+    (folder / "snapshot-1").unlink()
+    (folder / "pools").write_bytes(OF_0_1)
+    found = recovered(folder, past_epoch=7000)
+    assert not list(found.state.pools)
+    assert found.state.pools.past_epoch == 7000 + EPOCH_LEAP
+
+
 def test_the_list_of_pools_is_read_by_releases_with_another_log_format(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, of_0_1: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if of_0_1:
-        _write_pools_of_0_1(folder)
     monkeypatch.setattr("kvpool.server.journal.folder.FORMAT", FORMAT + 1)
     found = recovered(folder)
-    assert found.dropped
+    assert found.dropped == "OTHER_FORMAT"
     assert [(pool.config.name, pool.epoch) for pool in found.state.pools] == [(CONFIG.name, 1 + EPOCH_LEAP)]

@@ -7,7 +7,6 @@ from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
 from kvpool.server.config import ServerConfig
 from kvpool.server.limits.config import Limits
-from support.paths import DOCS
 
 
 @pytest.mark.parametrize(
@@ -50,11 +49,6 @@ def test_the_largest_message_can_wait() -> None:
 
 def test_every_limit_has_help() -> None:
     assert LIMITS_HELP.keys() == set(Limits.__slots__)
-
-
-def test_every_limit_is_on_its_page() -> None:
-    page = (DOCS / "reference/limits.md").read_text(encoding="utf-8")
-    assert [name for name in Limits.__slots__ if f"`--{name.replace('_', '-')}`" not in page] == []
 
 
 @pytest.mark.parametrize(("num_sessions", "num_pool_sessions", "field"), [(4, 0, ""), (3, 2, "pool_name")])

@@ -1,11 +1,9 @@
 """The maximum number of connections that follows from the limit of open files."""
 
 import resource
-from dataclasses import replace
 
 import pytest
 
-from kvpool.server.events.config import EventsConfig
 from kvpool.server.limits.connections import max_connections
 
 TCP, UNIX = "127.0.0.1:0", "unix:/s"
@@ -30,16 +28,6 @@ def test_connections_fit(
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     assert max_connections(requested, addresses) == expected
-
-
-def test_subscribers_and_sockets_of_events_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    events = EventsConfig("tcp://*:5557", "tcp://*:5657")
-    assert (EventsConfig().num_sockets(8), events.num_sockets(8)) == (0, 16)
-    assert replace(events, replay_endpoint="", pools=("a", "b")).num_sockets(8) == 2
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
-    assert max_connections(0, [TCP], num_event_sockets=16) == 48
-    with pytest.raises(OSError, match="1 for each of 2 listeners and 256 other files need 258 file descriptors"):
-        max_connections(0, [TCP], num_event_sockets=64)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,17 @@ for number in range(12):
     del copies
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
+COLLECTED = """
+import gc, sys
+from kvpool.server.limits.freed_memory import collect_old_garbage_rarely
+
+if sys.argv[1] == "rarely":
+    collect_old_garbage_rarely()
+before = gc.get_stats()[2]["collections"]
+for _ in range(50):
+    churned = [[] for _ in range(20_000)]
+print(gc.get_stats()[2]["collections"] - before)
+"""
 RETURNED = """
 import asyncio, random, sys
 from kvpool.core.memory_probe import resident_bytes
@@ -64,3 +75,10 @@ def test_freed_memory_is_returned_when_most_of_the_maximum_is_resident(
     done = subprocess.run([sys.executable, "-c", RETURNED, share, keeper], capture_output=True, check=True, text=True)
     num_bytes, has_ended = done.stdout.split()
     assert (int(num_bytes) > 2**25, has_ended) == (is_returned, "False")
+
+
+def test_full_collections_of_garbage_are_rare() -> None:
+    often, rarely = (
+        int(subprocess.check_output([sys.executable, "-c", COLLECTED, how], timeout=60)) for how in ("often", "rarely")
+    )
+    assert 5 * rarely < often

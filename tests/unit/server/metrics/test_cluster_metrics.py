@@ -32,7 +32,6 @@ def test_every_sample_has_its_figure() -> None:
         "kvpool_shard_records_total": 11,
         "kvpool_shard_sent_bytes_total": 1300,
         "kvpool_shard_directory_up": 1,
-        "kvpool_shard_conflicting_pools": 0,
         "kvpool_shard_confirm_seconds_count": 1,
         "kvpool_shard_confirm_seconds_sum": 0.5,
     }

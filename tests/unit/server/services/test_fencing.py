@@ -13,24 +13,23 @@ def world() -> World:
     return World(num_blocks=9)
 
 
-def test_all_numbers_of_a_session_are_killed_and_none_of_another_in_between(world: World) -> None:
+def test_a_session_is_killed_until_its_quarantine_has_ended(world: World) -> None:
     session = world.open()
     world.admit(session, 1, "abc", 13)
     world.open()
-    world.allocator.resume_session(session.session_id, 1, resume_key="", now_seconds=0.0)
     world.allocator.evict_session("m", session.session_number, 0.0, quarantine_seconds=QUARANTINE_SECONDS)
     fencing = Fencing()
-    fencing.kill(world.pool.config.name, session)
-    assert fencing.take_killed(world.pool) == [1, 3]
-    assert fencing.take_killed(world.pool) == [1, 3], "until its quarantine has ended"
+    fencing.kill(world.pool.config.name, session.session_number)
+    assert fencing.take_killed(world.pool) == [1]
+    assert fencing.take_killed(world.pool) == [1], "until its quarantine has ended"
     world.allocator.end_due_quarantines(QUARANTINE_SECONDS)
-    assert fencing.take_killed(world.pool) == [1, 3], "whatever happened since the last fence"
+    assert fencing.take_killed(world.pool) == [1], "whatever happened since the last fence"
     assert fencing.take_killed(world.pool) == []
 
 
 def test_processes_of_a_session_without_blocks_are_killed_once(world: World) -> None:
     session = world.open()
     fencing = Fencing()
-    fencing.kill(world.pool.config.name, session)
+    fencing.kill(world.pool.config.name, session.session_number)
     assert fencing.take_killed(world.pool) == [1]
     assert fencing.take_killed(world.pool) == []

@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError
 from kvpool.core.ids import PoolName
-from kvpool.core.ranks.messages import Allocated, PoolState
+from kvpool.core.ranks.messages import Allocated
 from kvpool.server.auth.caller import CALLER, Caller
 from kvpool.server.auth.tokens import Grant, Role
 from kvpool.server.config import ServerConfig
@@ -14,6 +14,7 @@ from kvpool.server.journal.config import JournalConfig
 from kvpool.server.limits.config import Limits
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
+from kvpool.v1 import pool_pb2
 from support.ranks import BLOCK_BYTES, registration
 from support.server import pool_config
 
@@ -111,4 +112,4 @@ async def test_a_rank_with_more_blocks_than_the_server_has_begins_no_epoch() -> 
     assert (pool.epoch, pool.config.num_blocks, pool.is_suspended) == (epoch, 100, True)
     link = parts.ranks.register(OpenCall(), "r", registration(0, 1, boot_id="process-newer", blocks=150))
     parts.ranks.initialized(link, Allocated(link.membership.epoch, 150, 150 * BLOCK_BYTES))
-    assert parts.pools.describe("r").state is PoolState.READY
+    assert parts.pools.describe("r").state == pool_pb2.POOL_STATE_READY

@@ -1,11 +1,13 @@
 """Streams of ranks and their effect on pools, without gRPC."""
 
 import asyncio
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 
 from kvpool.core.commands import OpenSession
+from kvpool.core.errors import UnavailableError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.pause_tolerant_clock import MAX_RUN_SECONDS
 from kvpool.core.ranks.messages import Allocated, PoolState, RankTiming
@@ -15,7 +17,9 @@ from kvpool.server.services import clock as clock_module
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from kvpool.server.services.deadlines import watch_deadlines
+from kvpool.server.services.executor import ChangeFailedError
 from kvpool.server.services.ranks import RankLink
+from kvpool.v1 import pool_pb2
 from support.ranks import BLOCK_BYTES, registration
 from support.state import DrivenState, driven
 from support.waiting import DEADLINE_SECONDS
@@ -77,7 +81,7 @@ async def test_an_epoch_passes_with_more_sessions_than_are_remembered() -> None:
         driven(place.parts).open_session("m", "", 60.0, session_id=SessionId(str(i)), now_seconds=0.0)
     place.ranks.leave(link)
     info = place.parts.pools.describe("m")
-    assert (info.sessions, info.epoch, info.state) == (0, 2, PoolState.DEGRADED)
+    assert (info.sessions, info.epoch, info.state) == (0, 2, pool_pb2.POOL_STATE_DEGRADED)
 
 
 async def test_ranks_get_one_fence_for_all_sessions_that_end_at_once() -> None:
@@ -136,8 +140,50 @@ async def test_time_in_which_the_server_was_busy_is_not_counted_against_ranks(
     await clock.wake()  # the server first handles messages that have arrived
     assert place.parts.clock.now_seconds() - start_seconds == MAX_RUN_SECONDS
     while place.parts.clock.now_seconds() < start_seconds + TIMING.heartbeat_timeout_seconds - 1e-9:
-        assert place.parts.pools.describe("m").state is PoolState.READY, f"at {place.parts.clock.now_seconds()} s"
+        assert place.parts.pools.describe("m").state == pool_pb2.POOL_STATE_READY, (
+            f"at {place.parts.clock.now_seconds()} s"
+        )
         await clock.wake()
     await clock.wake()
-    assert place.parts.pools.describe("m").state is PoolState.DEGRADED, "the rank is still silent"
+    assert place.parts.pools.describe("m").state == pool_pb2.POOL_STATE_DEGRADED, "the rank is still silent"
     watch.cancel()
+
+
+@pytest.mark.parametrize("method", ["heartbeat", "fenced", "initialized", "leave", "link_broke", "tick", "register"])
+async def test_a_bug_in_a_change_of_ranks_begins_a_new_epoch_for_which_they_register_again(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = Place()
+    link = place.open()
+    driven(place.parts).open_session("m", "", 60.0, session_id=SessionId("s"), now_seconds=0.0)
+
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    changes: dict[str, Callable[[], object]] = {
+        "heartbeat": lambda: place.ranks.heartbeat(link, 1),
+        "fenced": lambda: place.ranks.fenced(link, 1, ()),
+        "initialized": lambda: place.ranks.initialized(link, Allocated(1, 100, 100 * BLOCK_BYTES)),
+        "leave": lambda: place.ranks.leave(link),
+        "link_broke": lambda: place.ranks.close_link(link),
+        "tick": place.ranks.tick,
+        "register": lambda: place.join(0, 1),
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(type(link.membership), method, fail)
+        with pytest.raises(ChangeFailedError):
+            changes[method]()
+    pool = place.parts.state.pools.get("m")
+    assert (pool.epoch, pool.is_suspended, len(pool.sessions)) == (2, True, 0)
+    if method != "link_broke":
+        assert isinstance(link.call.ended_by, UnavailableError)
+        place.ranks.close_link(link)
+    place.ranks.tick()
+    assert (pool.epoch, pool.is_suspended) == (2, True), "the old stream does not affect the pool"
+    assert place.parts.pools.describe("m").state == pool_pb2.POOL_STATE_DEGRADED
+    place.ranks.close_link(place.join(0, 1))  # it comes and goes
+    place.ranks.tick()
+    again = place.join(0, 1)
+    place.ranks.initialized(again, Allocated(again.membership.epoch, 100, 100 * BLOCK_BYTES))
+    assert place.parts.pools.describe("m").state == pool_pb2.POOL_STATE_READY
+    assert (pool.epoch, pool.is_suspended) == (again.membership.epoch, False)

@@ -7,11 +7,12 @@ import pytest
 from kvpool.core.commands import OpenEpoch
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName, SessionId
-from kvpool.core.ranks.messages import PoolState, RankGroup, RankState
+from kvpool.core.ranks.messages import RankGroup
 from kvpool.server.config import ServerConfig
 from kvpool.server.limits.config import Limits
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
+from kvpool.v1 import pool_pb2
 from support.core import config
 from support.ranks import OPTIONS, TIMING, Gathering, registration
 from support.state import DrivenState
@@ -37,8 +38,8 @@ async def test_ranks_are_lost_until_they_are_back() -> None:
     gathering = Gathering()
     gathering.form()
     parts = await recovered(gathering.members.rank_group())
-    assert [rank.state for rank in parts.pools.describe("m").ranks] == [RankState.LOST] * 2
-    assert parts.pools.describe("m").state is PoolState.DEGRADED
+    assert [rank.state for rank in parts.pools.describe("m").ranks] == [pool_pb2.RANK_STATE_LOST] * 2
+    assert parts.pools.describe("m").state == pool_pb2.POOL_STATE_DEGRADED
     assert parts.state.pools.get("m").is_suspended
     parts.sessions.find("s")
 
@@ -56,7 +57,7 @@ async def test_an_epoch_that_was_about_to_open_starts_without_ranks() -> None:
     world = gathering.members.rank_group()
     parts = await recovered(RankGroup(2, world.options, world.plan, world.members))
     assert parts.state.pools.get("m").epoch == 2
-    assert parts.pools.describe("m").ranks == ()
+    assert parts.pools.describe("m").ranks == []
 
 
 async def test_a_pool_that_never_opened_does_not_exist() -> None:

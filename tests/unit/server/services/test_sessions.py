@@ -77,7 +77,7 @@ async def test_the_first_call_after_a_pause_finds_its_session(parts: Components,
     parts.executor.execute(KeepAlive("s"))
     await pass_time(parts, 0.5)
     clocks.monotonic_seconds += 3600.0
-    assert parts.sessions.resume("s", 0, "")[1].session_id == "s"
+    assert parts.sessions.find("s")[1].session_id == "s"
 
 
 async def test_a_pause_extends_no_lease(parts: Components, clocks: Clocks) -> None:

@@ -2,7 +2,7 @@
 
 import { AGES, NUM_COLOURS, STATES, cellAt, countsOf, drawChart, drawMap, layoutOf, sizeOf } from "./figures.js";
 
-const PARTS = ["server", "pools", "blocks", "sessions", "ranks", "shards", "history", "events"];
+const PARTS = ["server", "pools", "blocks", "sessions", "members", "history", "events"];
 const LATE_SECONDS = 10;
 
 const data = {};
@@ -33,6 +33,11 @@ function bytes(count) {
   return `${count} B`;
 }
 
+// A member of an enum of the protos as text: "lost" for RANK_STATE_LOST.
+function wordOf(name, prefix) {
+  return name.replace(prefix, "").toLowerCase().replaceAll("_", " ");
+}
+
 function plural(count, noun) {
   return `${number.format(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
@@ -44,7 +49,7 @@ function setText(element, text) {
 // ---- The stream
 
 function connect() {
-  const stream = new EventSource("api/v1/stream");
+  const stream = new EventSource("api/v2/stream");
   for (const name of PARTS)
     stream.addEventListener(name, (event) => {
       data[name] = JSON.parse(event.data);
@@ -80,7 +85,7 @@ function render() {
     showMisses();
     showSessions();
     showRanks();
-    showShards();
+    showMembers();
     showEvents();
   });
 }
@@ -88,14 +93,15 @@ function render() {
 function showServer() {
   const server = data.server;
   if (!server) return;
+  const { info } = server;
   const ready = one("#readiness");
   ready.className = `pill ${server.is_ready ? (server.detail ? "warn" : "ok") : "bad"}`;
   setText(ready, server.is_ready ? "ready" : "not ready");
-  const facts = [server.detail, server.shard && `shard ${server.shard}`, server.role && `${server.role}, term ${server.term}`,
+  const facts = [server.detail, info.shard && `shard ${info.shard}`, server.role && `${server.role}, term ${info.term}`,
     server.standbys_missing && `${plural(server.standbys_missing, "standby")} missing`,
-    !server.is_directory_up && "etcd cannot be used", `version ${server.version}`, `up ${duration(server.uptime_seconds)}`];
+    !server.is_directory_up && "etcd cannot be used", `version ${info.version}`, `up ${duration(info.uptime_seconds)}`];
   setText(one("#server-facts"), facts.filter(Boolean).join(" · "));
-  for (const each of document.querySelectorAll(".of-cluster")) each.hidden = !server.shard;
+  for (const each of document.querySelectorAll(".of-cluster")) each.hidden = !info.shard;
 }
 
 function showPools() {
@@ -108,11 +114,11 @@ function showPools() {
     : "No pools. A scheduler or the ranks of an engine create the first one.");
   const rest = data.server.num_pools - found.length;
   setText(one("#pools"), rest > 0 ? `Pools (the first ${found.length} of ${number.format(data.server.num_pools)})` : "Pools");
-  const names = new Set(found.map((info) => info.pool));
+  const names = new Set(found.map(({ info }) => info.config.name));
   for (const [name, shown] of pools) if (!names.has(name)) { shown.element.remove(); pools.delete(name); }
-  for (const info of found) {
-    const shown = pools.get(info.pool) ?? addPool(info.pool);
-    showPool(shown, info);
+  for (const pool of found) {
+    const { name } = pool.info.config;
+    showPool(pools.get(name) ?? addPool(name), pool);
   }
 }
 
@@ -133,37 +139,42 @@ function addPool(name) {
   return shown;
 }
 
-function showPool(shown, info) {
+function showPool(shown, { info, free_cached_blocks: freeCached, pending_blocks: pending }) {
   const { element } = shown;
+  const { name } = info.config;
+  const stateWord = wordOf(info.state, "POOL_STATE_");
   const state = one(".state", element);
-  state.className = `pill state ${info.state === "ready" ? "ok" : info.state === "degraded" ? "bad" : "warn"}`;
-  setText(state, info.state);
+  state.className = `pill state ${stateWord === "ready" ? "ok" : stateWord === "degraded" ? "bad" : "warn"}`;
+  setText(state, stateWord);
   const kinds = [...new Set(info.groups.map((group) => group.kind.replaceAll("_", " ")))];
   const versions = info.weights_versions.filter(Boolean);
   setText(one(".kind", element), [`epoch ${info.epoch}`, kinds.join(", "), versions.length ? `weights ${versions.join(", ")}` : ""]
     .filter(Boolean).join(" · "));
   const rates = ratesOf(shown, info);
-  const share = (count) => (info.blocks ? percent(count / info.blocks) : "");
+  const blocks = Math.max(info.config.num_blocks - 1, 0); // without the null block
+  const used = blocks ? blocks - info.free_blocks : 0;
+  const { shared_hits_tokens: sharedHits, hits_tokens: hits } = info.prefix_cache;
+  const share = (count) => (blocks ? percent(count / blocks) : "");
   showFigures(one(".figures", element), [
-    ["Blocks", number.format(info.blocks), ""],
-    ["In use", number.format(info.used_blocks), share(info.used_blocks)],
-    ["Cached, free", number.format(info.free_cached_blocks), share(info.free_cached_blocks)],
-    ["Empty", number.format(info.free_blocks - info.free_cached_blocks), share(info.free_blocks - info.free_cached_blocks)],
-    ["Pending", number.format(info.pending_blocks), ""],
+    ["Blocks", number.format(blocks), ""],
+    ["In use", number.format(used), share(used)],
+    ["Cached, free", number.format(freeCached), share(freeCached)],
+    ["Empty", number.format(info.free_blocks - freeCached), share(info.free_blocks - freeCached)],
+    ["Pending", number.format(pending), ""],
     ["In quarantine", number.format(info.quarantined_blocks), ""],
-    ["Hit rate", percent(info.recent_hit_ratio), "recent"],
-    ...sizesOf(info.pool).map(({ size, hit_ratio: ratio }) => [`Hit rate at ${size}x`, percent(ratio), "blocks, in 1 h"]),
-    ["Hits of others", percent(info.hit_tokens_total ? info.shared_hit_tokens_total / info.hit_tokens_total : 0), "of hits"],
+    ["Hit rate", percent(info.recent_hit_rate), "recent"],
+    ...sizesOf(name).map(({ size, hit_ratio: ratio }) => [`Hit rate at ${size}x`, percent(ratio), "blocks, in 1 h"]),
+    ["Hits of others", percent(sharedHits / Math.max(hits, 1)), "of hits"],
     ["Evictions", rates ? few.format(rates.evicted) : "–", "per s"],
     ["Allocations", rates ? few.format(rates.allocated) : "–", "per s"],
-    ["Refused", number.format(info.refusals_total), "in all"],
-    ["Preempted", number.format(info.preemptions_total), "in all"],
+    ["Refused", number.format(info.activity.refusals), "in all"],
+    ["Preempted", number.format(info.preemptions), "in all"],
     ["Running", number.format(info.running_requests), "requests"],
     ["Waiting", number.format(info.requests - info.running_requests), "requests"],
   ]);
-  shown.map = data.blocks?.pools.find((each) => each.pool === info.pool);
-  showMap(shown, info);
-  showCharts(shown, info);
+  shown.map = data.blocks?.pools.find((each) => each.pool === name);
+  showMap(shown, name);
+  showCharts(shown, name, blocks);
 }
 
 // Hit rates in pools of other sizes over the last hour; none before look-ups, or without an estimate.
@@ -175,7 +186,7 @@ function sizesOf(pool) {
 // Rates between the last two copies; null before the second one.
 function ratesOf(shown, info) {
   const taken = data.server.taken_seconds;
-  const now = { taken, evicted: info.evicted_blocks_total, allocated: info.allocations_total };
+  const now = { taken, evicted: info.evicted_blocks, allocated: info.activity.allocations };
   if (shown.before && taken > shown.before.taken) {
     const seconds = taken - shown.before.taken;
     const rate = (name) => Math.max(now[name] - shown.before[name], 0) / seconds;
@@ -204,25 +215,25 @@ function showFigures(list, figures) {
 // ---- The map of a pool
 
 function sessionsOf(pool) {
-  return (data.sessions?.sessions ?? []).filter((session) => session.pool === pool);
+  return (data.sessions?.sessions ?? []).filter(({ info }) => info.pool_name === pool);
 }
 
 function colourOfSession(session) {
   return `s${session % NUM_COLOURS}`;
 }
 
-function showMap(shown, info) {
+function showMap(shown, name) {
   const { element, map } = shown;
   const figure = one(".blocks", element);
   figure.hidden = !map || !map.cached.length;
   if (figure.hidden) return;
-  showLegend(one(".legend", figure), legendOf(map, info));
+  showLegend(one(".legend", figure), legendOf(map, name));
   drawMap(one("canvas", figure), map, colouring, colourOfSession, shown.selected);
   one(".map", figure).setAttribute("aria-valuemax", String(map.cached.length));
   showReadout(shown);
 }
 
-function legendOf(map, info) {
+function legendOf(map, pool) {
   if (colouring === "state") {
     const sums = Object.fromEntries(STATES.map(([name]) => [name, 0]));
     for (let cell = 0; cell < map.cached.length; cell++)
@@ -234,7 +245,7 @@ function legendOf(map, info) {
     return [["held", "in use"], ...ages, ["empty", "empty"]];
   }
   const seen = [...new Set(map.sessions)].filter(Boolean).sort((a, b) => a - b);
-  const names = new Map(sessionsOf(info.pool).map((session) => [session.session, session.client]));
+  const names = new Map(sessionsOf(pool).map(({ info }) => [Number(info.session_number), info.client_name]));
   const shown = seen.slice(0, NUM_COLOURS).map((session) => [
     colourOfSession(session), `session ${session}${names.has(session) ? (names.get(session) ? `, ${names.get(session)}` : "") : ", ended"}`]);
   const rest = seen.length > shown.length ? [["none", `and ${seen.length - shown.length} more`]] : [];
@@ -298,8 +309,8 @@ function moveSelection(shown, event) {
   select(shown, Math.max(0, Math.min(at, last)));
 }
 
-function showCharts(shown, info) {
-  const history = data.history?.pools.find((each) => each.pool === info.pool);
+function showCharts(shown, pool, blocks) {
+  const history = data.history?.pools.find((each) => each.pool === pool);
   const key = history ? `${history.times_seconds.at(-1)} ${history.times_seconds.length} ${innerWidth}` : "";
   if (!history || shown.drawn === key) return;
   shown.drawn = key;
@@ -309,7 +320,7 @@ function showCharts(shown, info) {
   const charts = [
     ["hits", "Hit rate", ratios, 1, percent, ratios.findLast((ratio) => ratio !== null)],
     ["evictions", "Evictions per second", perSecond, most, (value) => `${few.format(value)} per s`, perSecond.at(-1)],
-    ["used", "Blocks in use", used, info.blocks, (value) => number.format(value), used.at(-1)],
+    ["used", "Blocks in use", used, blocks, (value) => number.format(value), used.at(-1)],
   ];
   for (const [name, title, values, top, format, now] of charts) {
     const svg = one(`.${name}`, shown.element);
@@ -368,11 +379,11 @@ function newRow(body, labels) {
 // The reasons are those of `kvpool explain`, which says what to change.
 function showMisses() {
   if (!data.pools) return;
-  const rows = data.pools.pools.flatMap((info) => {
+  const rows = data.pools.pools.flatMap(({ info }) => {
     const misses = info.groups.flatMap((group, i) => group.misses.map((miss) => ({ ...miss, group: `${i}, ${group.kind.replaceAll("_", " ")}` })));
-    const tokens = misses.reduce((sum, miss) => sum + miss.tokens, 0);
+    const tokens = misses.reduce((sum, miss) => sum + Number(miss.tokens), 0);
     return misses.sort((a, b) => b.tokens - a.tokens).map((miss) => [
-      info.pool, miss.group, miss.reason.replaceAll("_", " "), number.format(miss.lookups), number.format(miss.tokens),
+      info.config.name, miss.group, wordOf(miss.reason, "MISS_REASON_"), number.format(miss.lookups), number.format(miss.tokens),
       percent(tokens ? miss.tokens / tokens : 0),
     ]);
   });
@@ -381,53 +392,59 @@ function showMisses() {
 
 function showSessions() {
   if (!data.sessions) return;
-  const held = (session) => session.held_blocks.reduce((sum, count) => sum + count, 0);
-  const sorted = [...data.sessions.sessions].sort((a, b) => b.running_requests - a.running_requests || held(b) - held(a));
-  fill("sessions", sorted.map((session) => [
-    session.session, session.client || "–", session.pool,
-    number.format(held(session)) + (session.max_blocks ? ` of ${number.format(session.max_blocks)}` : ""),
-    number.format(session.running_requests), number.format(session.waiting_requests), waitOf(session),
-    number.format(session.steps), duration(session.age_seconds), session.is_streaming ? "–" : duration(session.idle_seconds),
+  const held = (info) => info.held_blocks.reduce((sum, count) => sum + count, 0);
+  const sorted = [...data.sessions.sessions].sort(({ info: a }, { info: b }) => b.running_requests - a.running_requests || held(b) - held(a));
+  fill("sessions", sorted.map(({ info, quarantine }) => [
+    info.session_number, info.client_name || "–", info.pool_name,
+    number.format(held(info)) + (info.max_blocks ? ` of ${number.format(info.max_blocks)}` : ""),
+    number.format(info.running_requests), number.format(info.requests - info.running_requests), waitOf(info, quarantine),
+    number.format(info.sequence), duration(info.age_seconds), info.streaming ? "–" : duration(info.idle_seconds),
   ]), "No sessions.");
   const rest = data.sessions.num_sessions - sorted.length;
   setText(one("#sessions"), rest > 0 ? `Sessions (the first ${sorted.length} of ${number.format(data.sessions.num_sessions)})` : "Sessions");
 }
 
-function waitOf(session) {
-  if (session.quarantine) {
-    const due = session.quarantine.ends_in_seconds;
+function waitOf(info, quarantine) {
+  if (quarantine) {
+    const due = quarantine.ends_in_seconds;
     return due === null ? "quarantine: until all ranks have reported" : `quarantine: ends in ${duration(due)}`;
   }
   const waits = [];
-  if (session.waiting_requests) waits.push(`blocks for ${plural(session.waiting_requests, "request")}`);
-  if (session.unexecuted_steps > 0) waits.push(`execution of ${plural(session.unexecuted_steps, "step")}`);
+  const waiting = info.requests - info.running_requests;
+  const unexecuted = Number(info.executed_sequence) ? info.sequence - info.executed_sequence : 0; // 0: it reports none
+  if (waiting) waits.push(`blocks for ${plural(waiting, "request")}`);
+  if (unexecuted > 0) waits.push(`execution of ${plural(unexecuted, "step")}`);
   return waits.join("; ") || "–";
 }
 
 const RANK_STYLES = { ready: "ok", lost: "bad", silent: "bad", absent: "bad" };
 
 function showRanks() {
-  if (!data.ranks) return;
-  fill("ranks", data.ranks.ranks.map((rank) => [
-    rank.is_lender ? `${rank.rank}, lender` : rank.rank, rank.pool, [rank.state, RANK_STYLES[rank.state] ?? "warn"],
-    rank.device || "–", rank.host || "–", rank.process_id || "–", bytes(rank.allocated_bytes), number.format(rank.blocks), mappedBy(rank),
-  ]), "No ranks. The engines own the memory of the blocks.");
+  if (!data.pools) return;
+  const total = data.pools.pools.reduce((sum, { info }) => sum + (info.ranks.length ? info.world_size : 0), 0);
+  const shown = data.pools.pools.reduce((sum, { info }) => sum + info.ranks.length, 0);
+  setText(one("#ranks"), total > shown ? `Ranks and lenders (the first ${shown} of ${number.format(total)})` : "Ranks and lenders");
+  fill("ranks", data.pools.pools.flatMap(({ info, is_lent: isLent }) => info.ranks.map((rank) => {
+    const state = wordOf(rank.state, "RANK_STATE_");
+    return [
+      isLent ? `${rank.rank}, lender` : rank.rank, info.config.name, [state, RANK_STYLES[state] ?? "warn"],
+      rank.device || "–", rank.host || "–", rank.pid || "–", bytes(rank.allocated_bytes), number.format(rank.num_blocks), mappedBy(rank),
+    ];
+  })), "No ranks. The engines own the memory of the blocks.");
 }
 
 function mappedBy(rank) {
-  const named = rank.processes.map((process) => `${process.client || "process"} (${process.process_id})`);
-  const rest = rank.num_processes - named.length;
-  return [...named, ...(rest > 0 ? [`and ${rest} more`] : [])].join(", ") || "–";
+  return rank.mapping_processes.map((process) => `${process.client_name || "process"} (${process.pid})`).join(", ") || "–";
 }
 
-function showShards() {
-  if (!data.shards) return;
-  fill("shards", data.shards.shards.flatMap((shard) => shard.members.map((member) => [
-    shard.shard, shard.term, number.format(shard.pools), member.member,
+function showMembers() {
+  if (!data.members) return;
+  fill("members", data.members.members.map((member) => [
+    member.member,
     member.is_primary ? ["primary", "ok"] : member.is_in_sync ? ["standby, in sync", "ok"] : ["standby, behind", "warn"],
-    member.addresses.join(", "), member.zone || "–", member.lag_positions === null ? "–" : number.format(member.lag_positions),
+    member.addresses.join(", "), member.lag_positions === null ? "–" : number.format(member.lag_positions),
     member.lag_seconds === null ? "–" : few.format(member.lag_seconds),
-  ])), "The directory of shards has not been read yet.");
+  ]), "The directory has not been read yet.");
 }
 
 const EVENT_STYLES = { info: "info", warning: "warn", error: "bad", critical: "bad" };
