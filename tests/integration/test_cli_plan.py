@@ -127,8 +127,8 @@ def test_the_folder_of_a_config_is_enough(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", EXPECTED_FIGURES)
 def test_every_model_is_planned_with_the_figures_of_the_documentation(name: str) -> None:
     answer = plan(name, "--memory", "640GiB", "--max-model-len", "auto")
-    layers, *sizes = EXPECTED_FIGURES[name]
-    assert layers == ", ".join(f"{count} {kind}" for kind, count in sorted(answer["layers_by_kind"].items()))
+    expected, *sizes = EXPECTED_FIGURES[name]
+    assert expected == ", ".join(f"{count} {kind}" for kind, count in sorted(answer["layers_by_kind"].items()))
     keys = ("kv_bytes_per_token", "windowed_kv_bytes_per_token", "state_bytes_per_request")
     assert sizes == [f"{answer[key]:,}" for key in keys]
     assert answer["num_blocks"] > answer["blocks_per_request"] > 0
