@@ -12,9 +12,11 @@ from benchmarks.report import Report
 from benchmarks.tables import markdown
 from kvpool.cli import _SECTIONS, main
 from kvpool.cli.serve_options import LIMITS_HELP
+from kvpool.server.cluster.transitions import TRANSITIONS, Transition
 from support.core import World
 from support.exported_metrics import info_of, scrape, some_observations, worker_page
 from support.logs import logged_events
+from support.models import EXPECTED_FIGURES, derive, figures
 from support.paths import ROOT
 from support.plans import as_vllm_answers, derived, read_recorded
 
@@ -99,6 +101,23 @@ def _alerts() -> str:
     return _table(("alert", "severity", "after", "meaning"), rows)
 
 
+def _transitions() -> str:
+    """What moves a server of a shard between its roles."""
+
+    def row(transition: Transition) -> list[str]:
+        roles = ", ".join(role.value for role in transition.roles)
+        names = [each.__name__.strip("_").replace("_", " ") for each in (transition.condition, transition.action)]
+        return [roles, names[0], transition.becomes.value, names[1]]
+
+    return _table(("role", "condition", "becomes", "action"), map(row, TRANSITIONS))
+
+
+def _figures() -> str:
+    """Layers and bytes of the configs of public models."""
+    heads = "config", "layers by kind", "full, bytes per token", "windowed, bytes per token", "state, bytes per request"
+    return _table(heads, [[name, *figures(derive(name))] for name in EXPECTED_FIGURES])
+
+
 def _benchmarks() -> str:
     saved = (ROOT / "docs" / "bench" / "bench.json").read_text(encoding="utf-8")
     return markdown(Report.from_json(json.loads(saved)))
@@ -130,6 +149,8 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "events of a worker": lambda: _events("kvpool.worker"),
     "events of an engine": lambda: _events("kvpool.client", "kvpool.lending"),
     "alerts": _alerts,
+    "transitions": _transitions,
+    "figures of models": _figures,
     "benchmarks": _benchmarks,
     "plans": _plans,
 }

@@ -6,15 +6,13 @@ plain engine does is looked at, too, so that the comparison is of engines that s
 """
 
 import math
-from collections import Counter
-from pathlib import Path
 
 import pytest
 
 from engine.models import GEMMA, GEMMA4, LFM2, LLAMA, LLAMA4, QWEN3_NEXT
 from engine.pairs import PLAIN_SCHEDULER, POOLED_SCHEDULER, Engine, Pair, Pairs
 from engine.results import Answer, Outcome
-from engine.workloads import CHAT_ANSWER_TOKENS, make_workload
+from engine.workloads import make_workload
 
 _FULL = "FullAttentionSpec"
 _SMALL_STEPS: dict[str, object] = {
@@ -135,7 +133,6 @@ ENGINES = {
         is_complete=True,
     ),
 }
-_PAGE = Path(__file__).parents[2] / "docs/reference/vllm.md"
 CROWDED = ("crowded", "crowded aborts", "priorities")
 
 
@@ -306,23 +303,6 @@ def test_a_reset_is_refused_or_preempts_all(pair: Pair, workload: str) -> None:
     assert plain["counters"]["num_preemptions"] > 10
 
 
-@cases("chat")
-def test_second_turns_of_chats_hit_what_the_documentation_says(pair: Pair, workload: str) -> None:
-    requests = make_workload(workload).requests
-    second = range(len(requests) // 3, 2 * len(requests) // 3)
-    prompt_tokens = sum(
-        len(requests[i - second.start].prompt) + CHAT_ANSWER_TOKENS + len(requests[i].prompt) for i in second
-    )
-    found = [
-        sum(outcome["requests"][i][0]["num_cached_tokens"] or 0 for i in second) for outcome in pair.outcomes(workload)
-    ]
-    groups = ", ".join(
-        f"{count} of {kind} in blocks of {size}" for (kind, size), count in _counted(pair.plain["groups"])
-    )
-    row = f" {groups} | {prompt_tokens:,} | {found[0]:,} | {found[1]:,} |"
-    assert row in _PAGE.read_text(), row
-
-
 def test_workloads_have_enough_requests() -> None:
     """Of the Llama model, 500."""
     names = [name for engine in ENGINES.values() if engine.model is LLAMA for name in engine.workloads]
@@ -332,11 +312,6 @@ def test_workloads_have_enough_requests() -> None:
 def _hit_unit(pair: Pair) -> int:
     """Tokens of which hits are multiples: a block of every group ends there."""
     return math.lcm(*(block_size for _, block_size in pair.plain["groups"]))
-
-
-def _counted(groups: list[tuple[str, int]]) -> list[tuple[tuple[str, int], int]]:
-    """Equal groups once, each with their number."""
-    return list(Counter((kind.removesuffix("Spec"), size) for kind, size in groups).items())
 
 
 def _answers(outcome: Outcome) -> list[Answer]:

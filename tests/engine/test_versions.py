@@ -16,7 +16,7 @@ _PAGE = DOCS / "reference" / "vllm-versions.md"
 _HEAD = """\
 # Versions of vLLM
 
-What an engine is served, by its version of vLLM. `tests/engine/test_versions.py` writes this table and fails if it
+Features of an engine on kvpool, by version of vLLM. `tests/engine/test_versions.py` writes this table and fails if it
 differs.
 
 - **served**: random schedules on kvpool are those of vLLM's own scheduler, step by step and block by block.

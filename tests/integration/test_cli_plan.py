@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from support.command import Done, kvpool
-from support.paths import DOCS, MODEL_CONFIGS
+from support.models import EXPECTED_FIGURES
+from support.paths import MODEL_CONFIGS
 from support.plans import MEMORY_BYTES, read_recorded
 
 
@@ -123,23 +124,13 @@ def test_the_folder_of_a_config_is_enough(tmp_path: Path) -> None:
     assert run(tmp_path, "--memory", "20GiB").returncode == 0
 
 
-def documented() -> list[list[str]]:
-    """The rows of the documentation's table: config, layers by kind, and three figures in bytes."""
-    lines = (DOCS / "reference/models.md").read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [row for row in rows if (MODEL_CONFIGS / f"{row[0]}.json").exists()]
-
-
-def test_every_config_is_documented() -> None:
-    assert sorted(row[0] for row in documented()) == sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
-
-
-@pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
-def test_every_model_is_planned_with_the_figures_of_the_documentation(row: list[str]) -> None:
-    answer = plan(row[0], "--memory", "640GiB", "--max-model-len", "auto")
-    assert row[1] == ", ".join(f"{count} {kind}" for kind, count in sorted(answer["layers_by_kind"].items()))
-    figures = ("kv_bytes_per_token", "windowed_kv_bytes_per_token", "state_bytes_per_request")
-    assert row[2:] == [f"{answer[name]:,}" for name in figures]
+@pytest.mark.parametrize("name", EXPECTED_FIGURES)
+def test_every_model_is_planned_with_the_figures_of_the_documentation(name: str) -> None:
+    answer = plan(name, "--memory", "640GiB", "--max-model-len", "auto")
+    expected, *sizes = EXPECTED_FIGURES[name]
+    assert expected == ", ".join(f"{count} {kind}" for kind, count in sorted(answer["layers_by_kind"].items()))
+    keys = ("kv_bytes_per_token", "windowed_kv_bytes_per_token", "state_bytes_per_request")
+    assert sizes == [f"{answer[key]:,}" for key in keys]
     assert answer["num_blocks"] > answer["blocks_per_request"] > 0
     layers = [name for tensor in answer["ranks"][0]["tensors"] for name in tensor["shared_by"]]
     kept = sum(n for kind, n in answer["layers_by_kind"].items() if kind != "EncoderOnlyAttentionSpec")

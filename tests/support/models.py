@@ -9,6 +9,8 @@ from kvpool.models.config import Model, ModelOptions, derive_model
 from support.paths import MODEL_CONFIGS
 
 DEFAULT_OPTIONS = ModelOptions()
+EXPECTED_FIGURES: dict[str, list[str]] = json.loads((MODEL_CONFIGS.parent / "figures.json").read_text())
+"""By the name of a config: what `figures` returns."""
 
 
 def config(name: str) -> dict[str, object]:
@@ -29,6 +31,13 @@ def derive(name: str, options: ModelOptions = DEFAULT_OPTIONS) -> Model:
 
 def kinds(model: Model) -> dict[str, int]:
     return dict(Counter(type(spec).__name__ for _, spec in model.layers))
+
+
+def figures(model: Model) -> list[str]:
+    """Returns layers by kind, bytes per token without and with a window, and bytes of state per request."""
+    counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds(model).items()))
+    sizes = full_bytes_per_token(model), windowed_bytes_per_token(model), state_bytes_per_request(model)
+    return [counted, *(f"{size:,}" for size in sizes)]
 
 
 def specs_of(model: Model, kind: type[KVCacheSpec]) -> list[KVCacheSpec]:

@@ -11,17 +11,14 @@ _NUMBERS: Final = ("tests", "pass with vLLM alone", "pass on kvpool", "of these,
 _HEAD: Final = """\
 # vLLM's own tests
 
-`make test-vllm-own` fetches the unit tests of vLLM {version} from its source distribution and runs them twice:
-with vLLM alone, and with kvpool's schedulers, manager and planner in place of vLLM's. It wrote this page.
-Plans are made by both planners, and must be equal. Each test that does not pass is listed with its reason in
-`tests/engine/own/own_tests.toml`. A run fails if another test fails, or one of these passes. Files are named by their
-path in vLLM's folder of tests. The tests of vLLM 0.33.0 run in the same way.
+`make test-vllm-own` runs the unit tests of vLLM {version} twice: with vLLM alone, and with kvpool's schedulers, manager
+and planner in place of vLLM's. It wrote this page. Plans are made by both planners, and must be equal.
+`tests/engine/own/own_tests.toml` lists each test that does not pass, with its reason; a run fails if another test
+fails, or one of these passes. The tests of vLLM 0.33.0 run in the same way.
 
-The last column counts tests that used a scheduler, a manager or the planner of kvpool. The others of a file test parts
-of vLLM that kvpool does not replace. A run fails if no test of a file uses kvpool, or if a module has vLLM's own class.
-
-Tests do not pass with vLLM alone if they need what the environment of `make test-vllm` lacks: a GPU,
-torchvision, a model.
+The last column counts tests that used a scheduler, a manager or the planner of kvpool. The other tests of a file are
+of parts of vLLM that kvpool does not replace. Tests that do not pass with vLLM alone need a GPU, torchvision or a
+model.
 """
 
 

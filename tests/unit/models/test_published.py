@@ -1,44 +1,24 @@
-"""Figures that papers and model cards state (docs/reference/models.md names them), and the table of what is derived."""
+"""Figures that papers and model cards state (docs/reference/models.md names them), and those of all configs."""
 
 import pytest
 
 from kvpool.core.specs.base import AttentionSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 from kvpool.models.config import ModelOptions, derive_model
-from support.models import (
-    changed,
-    derive,
-    full_bytes_per_token,
-    kinds,
-    specs_of,
-    state_bytes_per_request,
-    windowed_bytes_per_token,
-)
-from support.paths import DOCS, MODEL_CONFIGS
+from support.models import EXPECTED_FIGURES, changed, derive, figures, full_bytes_per_token, kinds, specs_of
+from support.paths import MODEL_CONFIGS
 
 GIB = 2**30
 CONTEXT_256K = 262_144
-DOCUMENT = DOCS / "reference/models.md"
 
 
-def documented_rows() -> list[list[str]]:
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in DOCUMENT.read_text().splitlines()]
-    return [row for row in cells if len(row) == 5 and (MODEL_CONFIGS / f"{row[0]}.json").exists()]
+@pytest.mark.parametrize("name", EXPECTED_FIGURES)
+def test_figures_of_a_config_are_those_expected(name: str) -> None:
+    assert figures(derive(name)) == EXPECTED_FIGURES[name]
 
 
-@pytest.mark.parametrize("row", documented_rows(), ids=lambda row: row[0])
-def test_the_table_of_the_documentation_matches_the_derived_specs(row: list[str]) -> None:
-    model = derive(row[0])
-    assert row[1:] == [
-        ", ".join(f"{count} {kind}" for kind, count in sorted(kinds(model).items())),
-        f"{full_bytes_per_token(model):,}",
-        f"{windowed_bytes_per_token(model):,}",
-        f"{state_bytes_per_request(model):,}",
-    ]
-
-
-def test_the_table_has_every_config() -> None:
-    assert sorted(row[0] for row in documented_rows()) == sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
+def test_every_config_has_expected_figures() -> None:
+    assert sorted(EXPECTED_FIGURES) == sorted(path.stem for path in MODEL_CONFIGS.glob("*.json"))
 
 
 @pytest.mark.parametrize(
