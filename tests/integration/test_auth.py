@@ -1,8 +1,6 @@
 """Unauthorized calls are refused with the right code and change nothing."""
 
 import asyncio
-import resource
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,7 @@ from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from kvpool.client import AbortedError, DeniedError, KvpoolError, Session, UnauthenticatedError, aio, connect
+from kvpool.client import DeniedError, KvpoolError, Session, UnauthenticatedError, aio, connect
 from kvpool.client.admin import AdminClient
 from kvpool.server.app import Server
 from kvpool.server.auth.config import AuthConfig
@@ -57,6 +55,10 @@ class House:
         self.client.create_pool(pool_config("a-pool", enable_events=True))
         self.session: Session = self.client.open_session("a-pool", lease_seconds=600)
 
+    def without(self, *names: str) -> None:
+        """Revokes tokens, or accepts all again."""
+        write_tokens(self.tokens, [entry for entry in TOKENS if entry["name"] not in names])
+
     def state(self) -> list[object]:
         """Everything that AdminService returns, except times."""
         with AdminClient(self.address, token=secret_of("admin-all")) as admin:
@@ -73,6 +75,15 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     for token in TOKENS:
         assert secret_of(token["name"]) not in errors
     assert found.session.session_id not in errors
+
+
+@pytest.fixture
+def own_house(tmp_path: Path) -> Iterator[House]:
+    """A house for a test that changes its tokens."""
+    house = House(tmp_path)
+    yield house
+    house.client.close()
+    house.server.stop_cleanly()
 
 
 @contextmanager
@@ -189,18 +200,6 @@ def test_a_session_belongs_to_its_token(house: House) -> None:
     assert call(house.address, keep, request, secret_of("scheduler-a")).lease_seconds == 600
 
 
-def test_the_id_of_a_closed_session_opens_nothing(house: House) -> None:
-    with connect(house.address, token=secret_of("scheduler-a")) as client:
-        closed = client.open_session("a-pool")
-        closed.close()
-    with nothing_changed(house):
-        for method, rule in RULES.items():
-            if (rule.scope is Scope.SESSION and not method.endswith("/CloseSession")) or method.endswith("/Schedule"):
-                request = request_of(method, "", closed.session_id)
-                error = refusal(house.address, method, request, secret_of("scheduler-a"))
-                assert (type(error), error.reason) == (AbortedError, "SESSION_CLOSED")
-
-
 def test_health_needs_no_token_and_reflection_any_token(house: House) -> None:
     with channel(house.address) as opened:
         checked = health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
@@ -220,50 +219,23 @@ def services(opened: grpc.Channel) -> list[str]:
     return [service.name for service in next(answers).list_services_response.service]
 
 
-def test_a_revocation_that_no_descriptor_was_left_for_is_made_up_for(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    pid = house.server.pid
-    usual = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, usual[1]))  # open connections stay
-    write_tokens(house.tokens, [entry for entry in TOKENS if entry["name"] != "scheduler-a"])
-    assert house.client.get_pool("a-pool").sessions == 1, "the file could not be read"
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, usual)
-    due_seconds = time.monotonic() + 60
-
-    def call() -> None:
-        while time.monotonic() < due_seconds:
-            house.client.get_pool("a-pool")
-
-    with pytest.raises(UnauthenticatedError) as caught:
-        call()
-    assert caught.value.reason == "UNKNOWN_TOKEN"
-    house.client.close()
-    house.server.stop_cleanly(expected=["tokens not reloaded"])
-
-
-def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_nothing(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    house.tokens.write_text("[[token]")
-    watcher = connect(house.address, token=secret_of("watcher-all"))
-    watch = watcher.watch("a-pool", heartbeat_seconds=0.2)
-    assert next(watch).sequence == 0  # a heartbeat: authorized by the earlier file
-    with house.session.step():
-        pass
-    left = [entry for entry in TOKENS if entry["name"] not in ("watcher-all", "scheduler-a")]
-    write_tokens(house.tokens, left)
-    with pytest.raises(UnauthenticatedError) as caught:
-        for _ in watch:
+def test_a_revoked_token_loses_its_streams_and_calls_and_a_broken_file_changes_nothing(own_house: House) -> None:
+    own_house.tokens.write_text("[[token]")
+    with connect(own_house.address, token=secret_of("watcher-all")) as watcher:
+        watch = watcher.watch("a-pool", heartbeat_seconds=0.2)
+        assert next(watch).sequence == 0  # a heartbeat: authorized by the earlier file
+        with own_house.session.step():
             pass
-    assert caught.value.reason == "TOKEN_REVOKED"
-    with pytest.raises(UnauthenticatedError) as caught:
-        house.client.get_pool("a-pool")
-    assert caught.value.reason == "UNKNOWN_TOKEN"
-    write_tokens(house.tokens, TOKENS)
-    assert house.client.get_pool("a-pool").sessions == 1, "the session lives on for its lease"
-    house.session.close()
-    watcher.close()
-    house.client.close()
-    house.server.stop_cleanly()
+        own_house.without("watcher-all", "scheduler-a")
+        with pytest.raises(UnauthenticatedError) as caught:
+            for _ in watch:
+                pass
+        assert caught.value.reason == "TOKEN_REVOKED"
+        with pytest.raises(UnauthenticatedError) as caught:
+            own_house.client.get_pool("a-pool")
+        assert caught.value.reason == "UNKNOWN_TOKEN"
+        own_house.without()
+        assert own_house.client.get_pool("a-pool").sessions == 1, "the session lives on for its lease"
 
 
 async def test_a_bug_in_one_check_of_the_credentials_does_not_end_the_checks(
@@ -323,97 +295,35 @@ def test_only_sessions_with_the_same_salt_share_hits(tmp_path: Path) -> None:
     server.stop_cleanly()
 
 
-def test_a_leaked_hash_finds_no_block_of_another_tenant(tmp_path: Path) -> None:
-    tokens = tmp_path / "tokens.toml"
-    salts = {"one": "s" * 16, "two": "t" * 16, "none": ""}
-    entries: list[Entry] = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in salts]
-    entries[0]["salt"], entries[1]["salt"] = salts["one"], salts["two"]
-    write_tokens(tokens, entries)
-    server = ServerProcess(f"unix:{tmp_path / 's'}", auth={"tokens": str(tokens)})
-    address, prompt = server.addresses[0], list(range(40))
-    leaked, lookup = b"", "kvpool.v1.AllocatorService/GetComputedBlocks"
-    for owner in salts:
-        with connect(address, token=secret_of(owner)) as client:
-            client.create_pool(pool_config())
-            with client.open_session("m") as session:
-                request = session.request("r", token_ids=prompt)
-                session.allocate_slots(request, len(prompt))
-                session.mark_executed()
-                leaked = b"".join(request.hashes)
-        found = {}
-        for reader in salts:
-            with connect(address, token=secret_of(reader)) as client, client.open_session("m") as session:
-                update = allocator_pb2.RequestUpdate(
-                    request_id="r", num_appended_tokens=len(prompt), block_hashes=leaked
-                )
-                question = allocator_pb2.GetComputedBlocksRequest(
-                    session_id=session.session_id, sequence=1, request=update
-                )
-                found[reader] = call(address, lookup, question, secret_of(reader)).computed.num_tokens
-        assert found == {reader: 36 * (reader == owner) for reader in salts}
-    server.stop_cleanly()
-
-
-def test_a_session_keeps_its_owner_and_salt_after_the_server_is_killed(tmp_path: Path) -> None:
-    tokens, folder = tmp_path / "tokens.toml", tmp_path / "journal"
-    entries: list[Entry] = [{"name": name, "role": "scheduler", "pools": ["*"]} for name in ("mine", "other")]
-    entries[0]["salt"] = "s" * 16
-    write_tokens(tokens, entries)
-    settings = {"auth": {"tokens": str(tokens)}, "journal": {"folder": str(folder)}}
-    server = ServerProcess(f"unix:{tmp_path / 's'}", **settings)
-    address = server.addresses[0]
-    with connect(address, token=secret_of("mine")) as client:
-        client.create_pool(pool_config())
-    method = "kvpool.v1.AllocatorService/OpenSession"
-    request = allocator_pb2.OpenSessionRequest(pool_name="m", lease_seconds=600, open_key="k")
-    opened = call(address, method, request, secret_of("mine"))
-    server.restart()
-    renewal = "kvpool.v1.AllocatorService/KeepAlive"
-    renewed = request_of(renewal, "", opened.session.session_id)
-    assert refusal(address, renewal, renewed, secret_of("other")).reason == "SESSION"
-    assert call(address, method, request, secret_of("mine")) == opened, "with the none_hash for its salt"
-    server.stop_cleanly()
-
-
-def without_scheduler() -> list[Entry]:
-    return [entry for entry in TOKENS if entry["name"] != "scheduler-a"]
-
-
-def test_a_step_whose_token_was_refused_is_settled_when_the_token_is_accepted_again(tmp_path: Path) -> None:
-    house, file = House(tmp_path), tmp_path / "a.token"
+def test_a_step_whose_token_was_refused_is_settled_when_the_token_is_accepted_again(
+    own_house: House, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.token"
     file.write_text(secret_of("scheduler-a"))
-    client = connect(house.address, token=file, deadline_seconds=3.0)
-    session = client.open_session("a-pool", lease_seconds=600)
-    write_tokens(house.tokens, without_scheduler())
-    with pytest.raises(UnauthenticatedError) as caught, session.step() as step:
-        answer = step.admit(session.request("r", range(8)))
-    assert str(file) in str(caught.value)
-    assert house.address in str(caught.value)
-    assert secret_of("scheduler-a") not in str(caught.value)
-    assert "settle()" in caught.value.__notes__[0]
-    write_tokens(house.tokens, TOKENS)
-    session.settle()
-    assert answer.ok
-    assert session.sequence == 1
-    session.close()
-    client.close()
-    house.client.close()
-    house.server.stop_cleanly()
+    with connect(own_house.address, token=file, deadline_seconds=3.0) as client:
+        session = client.open_session("a-pool", lease_seconds=600)
+        own_house.without("scheduler-a")
+        with pytest.raises(UnauthenticatedError) as caught, session.step() as step:
+            answer = step.admit(session.request("r", range(8)))
+        for words in (str(file), own_house.address):
+            assert words in str(caught.value)
+        assert secret_of("scheduler-a") not in str(caught.value)
+        assert "settle()" in caught.value.__notes__[0]
+        own_house.without()
+        session.settle()
+        assert (answer.ok, session.sequence) == (True, 1)
 
 
-async def test_a_step_waits_for_its_token_to_be_accepted_again(tmp_path: Path) -> None:
-    house = House(tmp_path)
-    async with aio.connect(house.address, token=secret_of("scheduler-a"), deadline_seconds=DEADLINE_SECONDS) as client:
+async def test_a_step_waits_for_its_token_to_be_accepted_again(own_house: House) -> None:
+    token = secret_of("scheduler-a")
+    async with aio.connect(own_house.address, token=token, deadline_seconds=DEADLINE_SECONDS) as client:
         session = await client.open_session("a-pool", lease_seconds=600)
-        write_tokens(house.tokens, without_scheduler())
+        own_house.without("scheduler-a")
         with pytest.raises(UnauthenticatedError):
             await client.get_pool("a-pool")
         step = asyncio.create_task(session.admit(session.request("r", range(8))))
         done, _ = await asyncio.wait({step}, timeout=1.0)
         assert not done
-        write_tokens(house.tokens, TOKENS)
+        own_house.without()
         assert await step
         assert session.sequence == 1
-        await session.close()
-    house.client.close()
-    house.server.stop_cleanly()

@@ -66,8 +66,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ("content", "words"),
     [
         ("max_pool = 3\n", "unknown key max_pool; did you mean max_pools?"),
+        ("[table]\nx = 1\n", "unknown key table"),
+        ("not toml\n", "not TOML"),
+        ("grace_seconds = [1]\n", "takes one value"),
+        ("listen = 'nowhere'\n", "listen: address 'nowhere': needs host:port or unix:/path"),
         ("max_pools = 0\n", "max_pools: 0 is not in [1, 1048576]"),
         ("check = true\n", "unknown key check"),
+        ("metrics_listen = '9464'\n", "metrics_listen: address '9464': needs host:port"),
+        ("block_sample_rate = 1.5\n", "block_sample_rate: 1.5 is not in [0, 1]"),
         (
             "otlp_traces_endpoint = 'collector:4317'\n",
             "otlp_traces_endpoint: 'collector:4317': needs http://HOST:PORT",

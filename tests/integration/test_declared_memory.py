@@ -10,10 +10,9 @@ from click.testing import CliRunner
 from kvpool.cli.pools import pools
 from kvpool.client import AbortedError, Client, InvalidArgumentError, PoolState, WrongStateError, connect
 from kvpool.core.ranks.messages import DeclaredMemory, Registration
-from kvpool.core.specs.kinds import FullAttentionSpec
-from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
+from kvpool.core.specs.pool_config import HashScheme
 from kvpool.v1 import worker_pb2
-from support.ranks import BLOCK_BYTES, LAYER, declared, declaring, registration
+from support.ranks import BLOCK_BYTES, declared, declaring, registration
 from support.server import pool_config, running_server
 from support.waiting import wait_until
 from support.wire_ranks import WireRank, keep
@@ -64,53 +63,22 @@ def test_a_pool_forms_as_its_ranks_declare(address: str, client: Client) -> None
     assert json.loads(listed.stdout)["pools"][0]["fingerprint"] == dict(MEMORY.fingerprint)
 
 
-def test_a_scheduler_may_declare_the_pool_of_its_ranks_again(address: str, client: Client) -> None:
-    stages = [
-        replace(MEMORY, config=replace(CONFIG, groups=(KVCacheGroup(FullAttentionSpec(4), (f"layer.{i}",)),)))
-        for i in range(2)
-    ]
-    form(address, *stages)
-    for config in (CONFIG, stages[1].config, replace(CONFIG, hash_scheme=HashScheme())):
-        assert client.create_pool(config).config.groups[0].layer_names == ["layer.0", "layer.1"]
-
-
-@pytest.mark.parametrize(
-    ("config", "field"),
-    [
-        (replace(CONFIG, num_blocks=99), "config.num_blocks"),
-        (replace(CONFIG, groups=(KVCacheGroup(LAYER),)), "config.groups"),
-        (replace(CONFIG, hash_scheme=HashScheme(none_hash=b"m" * 32)), "config.hash_scheme.none_hash"),
-    ],
-)
-def test_a_scheduler_that_declares_another_pool_is_refused(
-    address: str, client: Client, config: PoolConfig, field: str
-) -> None:
+def test_a_scheduler_that_declares_another_pool_is_refused(address: str, client: Client) -> None:
     form(address, MEMORY)
     with pytest.raises(WrongStateError) as caught:
-        client.create_pool(config)
-    assert (caught.value.reason, caught.value.field) == ("POOL_DIFFERS", field)
+        client.create_pool(replace(CONFIG, num_blocks=99))
+    assert (caught.value.reason, caught.value.field) == ("POOL_DIFFERS", "config.num_blocks")
+    assert client.create_pool(replace(CONFIG, hash_scheme=HashScheme())).config.num_blocks == 100
 
 
 @pytest.mark.parametrize(
     ("memory", "reason", "field"),
     [
-        (declared(blocks=1), "INVALID_VALUE", "register.declared.config.num_blocks"),
         (declared(name="other"), "INVALID_VALUE", "register.declared.config.name"),
-        (replace(MEMORY, size_bytes=2**61), "INVALID_VALUE", "register.declared.size_bytes"),
-        (
-            replace(MEMORY, fingerprint=(("dtype", "x" * 1025),)),
-            "INVALID_VALUE",
-            'register.declared.fingerprint["dtype"]',
-        ),
         (
             replace(MEMORY, fingerprint=(("model", "llama"), ("revision", "8"))),
             "RANKS_DISAGREE",
             'register.declared.fingerprint["revision"]',
-        ),
-        (
-            replace(MEMORY, config=replace(CONFIG, groups=(KVCacheGroup(LAYER, ("layer.0",)),))),
-            "RANKS_DISAGREE",
-            "register.declared.config.groups[0].spec.block_size",
         ),
     ],
 )
@@ -122,13 +90,6 @@ def test_a_declaration_that_is_refused_names_its_field(
     error = WireRank(address).register(declaring(1, memory=memory, blocks=200)).wait_ended()
     assert (error.reason, error.field) == (reason, field)
     assert client.get_pool("m") == before
-
-
-def test_a_pool_above_the_limits_of_the_server_is_refused() -> None:
-    with running_server(max_pool_blocks=99) as address:
-        error = WireRank(address).register(declaring(0, 1, MEMORY)).wait_ended()
-        assert isinstance(error, InvalidArgumentError)
-        assert (error.reason, error.field) == ("TOO_MANY_BLOCKS", "register.declared.config.num_blocks")
 
 
 PROMPT = list(range(100))

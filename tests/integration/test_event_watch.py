@@ -11,7 +11,6 @@ import pytest
 from kvpool.client import (
     Client,
     EventBatch,
-    ExtraKeys,
     FullAttentionSpec,
     HashScheme,
     InvalidArgumentError,
@@ -24,7 +23,6 @@ from kvpool.client import (
     SlidingWindowSpec,
     WatchKind,
     WrongStateError,
-    aio,
     connect,
 )
 from kvpool.client.admin import AdminClient
@@ -102,17 +100,6 @@ def test_a_snapshot_is_the_map_and_batches_continue_from_it(client: Client) -> N
         assert not index.num_prefix_blocks([BlockHash(b"?" * 32)])
 
 
-def test_a_snapshot_describes_a_run_like_its_event(client: Client) -> None:
-    client.create_pool(config("words"))
-    with client.open_session("words") as session:
-        session.admit(session.request("r", range(50), extra_keys=ExtraKeys(lora_name="adapter")))
-        (events,) = (batch.events for batch in [next(client.watch("words", from_sequence=1))])
-        watch = client.watch("words", snapshot=True)
-        kinds = [next(watch) for _ in range(3)]
-        assert [batch.kind for batch in kinds] == [WatchKind.START, WatchKind.SNAPSHOT, WatchKind.SNAPSHOT_END]
-        assert kinds[1].events == events
-
-
 def test_a_recreated_pool_has_its_own_numbers_and_epoch(client: Client, address: str) -> None:
     infos = []
     for _ in range(2):
@@ -130,23 +117,22 @@ def test_a_recreated_pool_has_its_own_numbers_and_epoch(client: Client, address:
         assert caught.value.reason == "EVENTS_NOT_KEPT"
 
 
-def test_heartbeats_arrive_while_the_pool_is_idle(client: Client) -> None:
-    client.create_pool(config("idle"))
-    watch = client.watch("idle", heartbeat_seconds=0.1)
-    beats = [next(watch) for _ in range(2)]
-    assert [(beat.kind, beat.sequence, beat.events) for beat in beats] == [(WatchKind.HEARTBEAT, 0, ())] * 2
-    assert 0.09 < beats[1].time_seconds - beats[0].time_seconds < 5
+def test_a_watch_that_is_never_iterated_leaves_no_thread(client: Client) -> None:
+    before = set(threading.enumerate())
+    client.create_pool(config("unread"))
+    client.watch("unread", snapshot=True)
+    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "kvpool-watch"]
 
 
 def test_invalid_fields_are_refused_by_name(client: Client, address: str) -> None:
     client.create_pool(config("refusing"))
     with pytest.raises(InvalidArgumentError, match="from_sequence"):
         client.watch("refusing", from_sequence=1, snapshot=True)
-    for seconds in (0.01, -1.0, 3601.0, float("nan")):
-        with pytest.raises(InvalidArgumentError, match="heartbeat_seconds"):
-            client.watch("refusing", heartbeat_seconds=seconds)
     with pytest.raises(NotFoundError):
         client.watch("nowhere", snapshot=True)
+    client.create_pool(pool_config("silent"))
+    with pytest.raises(WrongStateError, match="the pool publishes no events"):
+        client.watch("silent")
     with grpc.insecure_channel(address) as channel:
         stub = event_pb2_grpc.EventServiceStub(channel)
         for fields, kind, field in (
@@ -229,28 +215,3 @@ def test_a_hanging_server_is_detected_by_its_silence(tmp_path: Path) -> None:
         assert set(kinds) <= {WatchKind.HEARTBEAT}, "it went on where it was, without another snapshot"
         assert index.is_whole
     server.kill()
-
-
-async def test_an_index_works_over_asyncio(address: str) -> None:
-    async with aio.connect(address) as client:
-        await client.create_pool(config("async"))
-        index = PrefixIndex()
-        async with await client.open_session("async") as session:
-            request = session.request("r", [5] * 100)
-            await session.admit(request)
-            async for batch in client.watch("async", snapshot=True, heartbeat_seconds=0.1):
-                index.apply(batch)
-                if batch.kind is WatchKind.SNAPSHOT_END:
-                    await session.evict_blocks([request.block_ids[0][-1]])
-                elif batch.kind is WatchKind.HEARTBEAT:
-                    break
-        assert index.num_prefix_blocks(request.hashes) == 24
-        with pytest.raises(NotFoundError):
-            await anext(client.watch("nowhere", snapshot=True))
-
-
-def test_a_watch_that_is_never_iterated_leaves_no_thread() -> None:
-    with running_server() as address, connect(address) as client:
-        client.create_pool(pool_config(enable_events=True))
-        client.watch("m", snapshot=True)
-        assert not [thread for thread in threading.enumerate() if thread.name == "kvpool-watch"]

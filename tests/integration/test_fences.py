@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvpool.client import Client, InvalidArgumentError, Session, connect
+from kvpool.client import Client, Session, connect
 from kvpool.client.admin import AdminClient
 from kvpool.v1 import worker_pb2
 from support.server import pool_config, running_server
@@ -70,28 +70,6 @@ def test_blocks_are_reused_when_every_rank_has_answered_the_fence(address: str, 
     live.close()
     fence = next_fence(ranks[0], fences[0])
     assert list(fence.live_session_numbers) == [second.session_number], "closed sessions are fenced, too"
-
-
-def test_without_fencing_blocks_wait_for_the_quarantine(address: str, client: Client) -> None:
-    fencing, other = form(address, 2, 1)
-    first = fencing.wait_for("fence").fence
-    evict(address, fill(client))
-    keep(fencing, next_fence(fencing, first))
-    for rank in (fencing, other):
-        rank.beat(77).wait_for("status", lambda m: m.status.heartbeat_sequence == 77)
-    assert quarantined(client) == (1, HELD_BLOCKS)
-    assert not any(message.WhichOneof("message") == "fence" for message in other.messages)
-
-
-def test_an_answer_to_a_fence_that_was_never_sent_ends_the_stream(address: str, client: Client) -> None:
-    (rank,) = form(address, 1, 1)
-    fence = rank.wait_for("fence").fence
-    evict(address, fill(client))
-    rank.say(fenced=worker_pb2.Fenced(fence_sequence=next_fence(rank, fence).fence_sequence + 1))
-    error = rank.wait_ended()
-    assert isinstance(error, InvalidArgumentError)
-    assert error.field == "fenced.fence_sequence"
-    assert quarantined(client) == (1, HELD_BLOCKS)
 
 
 def test_a_pool_without_ranks_frees_blocks_in_time() -> None:

@@ -135,15 +135,6 @@ def check(info: PoolInfo) -> None:
     assert info.activity.refusals == 2 * REFUSALS
 
 
-@pytest.mark.parametrize("kind", [_Sessions, _Steps])
-def test_a_request_that_waits_counts_once_embedded(kind: type[_Sessions]) -> None:
-    with connect("embedded:") as client:
-        client.create_pool(CONFIG)
-        with client.open_session(POOL) as session:
-            schedule(kind(session))
-        check(client.get_pool(POOL))
-
-
 @pytest.mark.parametrize("kind", ["calls", "steps", "unary"])
 def test_a_request_that_waits_counts_once_in_every_figure(kind: str) -> None:
     port = free_port()
@@ -164,26 +155,6 @@ def test_a_request_that_waits_counts_once_in_every_figure(kind: str) -> None:
     assert exported["kvpool_prefix_cache_hit_tokens_total", of_pool] == HITS
     assert exported["kvpool_prefix_cache_recent_hit_ratio", of_pool] == HITS / QUERIES
     assert [pool["recent_hit_rate"] for pool in listed] == [HITS / QUERIES]
-
-
-def test_a_look_up_without_an_allocation_does_not_count() -> None:
-    with connect("embedded:") as client:
-        client.create_pool(CONFIG)
-        with client.open_session(POOL) as session:
-            request = session.request("a", PROMPTS["a"])
-            session.get_computed_blocks(request)
-            session.free(request)
-        assert client.get_pool(POOL).prefix_cache.requests == 0
-
-
-def test_blocks_of_another_session_count_as_shared() -> None:
-    with connect("embedded:") as client:
-        client.create_pool(CONFIG)
-        with client.open_session(POOL) as session, client.open_session(POOL) as other:
-            assert _Sessions(session).try_to_admit("a")
-            session.mark_executed()
-            assert _Sessions(other).try_to_admit("b")
-        assert client.get_pool(POOL).prefix_cache.shared_hits_tokens == len(SHARED)
 
 
 def test_schedulers_and_their_pool_count_the_same() -> None:

@@ -1,9 +1,6 @@
 """A real server that is killed and restarted: schedulers, ranks and operators find their state again."""
 
 import contextlib
-import os
-import subprocess
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,14 @@ from click.testing import CliRunner
 from kvpool.cli.pools import pools
 from kvpool.client import NotFoundError, connect
 from kvpool.client.admin import AdminClient
-from kvpool.core.ranks.messages import HeldTensors
-from kvpool.v1 import admin_pb2, admin_pb2_grpc, allocator_pb2, allocator_pb2_grpc, step_pb2
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.v1.pool_pb2 import PoolState
 from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.core import block_hashes
-from support.ranks import declared, declaring, registration
+from support.ranks import registration
 from support.server import CommandLineServer, ServerProcess, free_port, pool_config
-from support.waiting import DEADLINE_SECONDS, wait_until
+from support.waiting import DEADLINE_SECONDS
 from support.wire_ranks import WireRank
 from support.workers import worker_processes
 
@@ -123,49 +119,6 @@ def test_a_session_continues_and_a_lost_answer_is_repeated(journaled: Journaled)
     assert scheduler.send(scheduler.step(4, "abcd", 18))[0].num_hit_tokens == [16]
 
 
-def test_a_server_killed_repeatedly_during_steps_recovers(journaled: Journaled) -> None:
-    """Every answer is kept: the next process answers a repeated step with the same result."""
-    create(journaled.address, num_blocks=2000)
-    scheduler = Scheduler(journaled.address)
-    answered: dict[int, step_pb2.StepResult] = {}
-    for life in range(3):
-        numbers = range(life * 100 + 1, life * 100 + 100)
-        steps = [scheduler.step(number, chr(0x4E00 + number) * 2, 9) for number in numbers]
-        wanted = 20 + life * 30 + len(answered)
-        turns = threading.Semaphore()
-        killer = threading.Thread(target=journaled.server.kill)
-        with contextlib.suppress(grpc.RpcError), scheduler.stub() as stub:
-            for result in stub.Schedule(step for step in steps if turns.acquire()):
-                answered[result.sequence] = without_version(result)
-                turns.release()
-                if len(answered) >= wanted and not killer.ident:
-                    killer.start()
-        if killer.ident:
-            killer.join()
-        journaled.start()
-        newest = max(answered)
-        assert scheduler.send(steps[newest - steps[0].sequence]) == [answered[newest]]
-        rest = steps[newest - steps[0].sequence + 1 :]
-        for result in scheduler.send(*rest):
-            answered[result.sequence] = result
-    held = [block_id for result in answered.values() for block_id in result.block_ids]
-    assert sorted(answered) == list(range(1, len(answered) + 1))
-    assert len(held) == len(set(held)), "a block was given twice"
-
-
-def test_actions_of_an_operator_survive(journaled: Journaled) -> None:
-    create(journaled.address)
-    Scheduler(journaled.address)
-    with grpc.insecure_channel(journaled.address) as channel:
-        admin = admin_pb2_grpc.AdminServiceStub(channel)
-        admin.Drain(admin_pb2.DrainRequest(pool_name="m"))
-        admin.EvictSession(admin_pb2.EvictSessionRequest(pool_name="m", session_number=1))
-    journaled.restart()
-    with pytest.raises(grpc.RpcError) as caught:
-        Scheduler(journaled.address)
-    assert from_rpc_error(caught.value).reason == "DRAINED"
-
-
 def test_a_recovered_drain_can_be_undone_before_the_ranks_join(journaled: Journaled) -> None:
     WireRank(journaled.address).register(registration(0)).wait_for("registered")
     with AdminClient(journaled.address) as admin:
@@ -191,16 +144,6 @@ def test_a_clean_stop_leaves_a_snapshot_and_no_changes(journaled: Journaled) -> 
     scheduler.sequence = 0
     journaled.start()
     assert scheduler.send(scheduler.step(1, "abc", 14)) == answers
-
-
-def test_leases_restart_with_the_process(journaled: Journaled) -> None:
-    create(journaled.address)
-    Scheduler(journaled.address, lease_seconds=3.0)
-    journaled.restart()
-    assert info(journaled.address).sessions == 1
-    with connect(journaled.address) as client:
-        wait_until(lambda: not client.get_pool("m").sessions, "its lease is over")
-        assert client.get_pool("m").activity.leases_expired == 1
 
 
 def test_other_settings_do_not_change_the_recovered_state(journaled: Journaled) -> None:
@@ -282,76 +225,6 @@ def test_an_invalid_journal_is_dropped(journaled: Journaled, damage: str) -> Non
     assert ["journal dropped" in each for each in outputs] == [True, False]
 
 
-def test_ranks_rejoin_with_their_tensors_in_the_same_epoch(journaled: Journaled) -> None:
-    ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
-    for rank in ranks:
-        rank.allocate()
-    ready = ranks[0].wait_for("ready").ready
-    ranks[1].wait_for("ready")
-    scheduler = Scheduler(journaled.address)
-    step = scheduler.step(1, "", 14)
-    step.block_hashes = b""
-    answers = scheduler.send(step)
-    journaled.restart()
-    assert info(journaled.address).state == 3  # degraded until the ranks rejoin
-    for rank in ranks:
-        rank.wait_ended()
-    held = HeldTensors(ready.epoch, ready.num_blocks)
-    back = [WireRank(journaled.address).register(registration(rank, held=held)) for rank in range(2)]
-    for rank in back:
-        assert rank.wait_for("ready").ready == ready
-    assert scheduler.send(step) == answers
-    again = scheduler.step(2, "", 14)
-    again.block_hashes = b""
-    assert scheduler.send(again)[0].sequence == 2
-    for rank in back:
-        rank.cut()
-
-
-def test_ranks_that_declared_their_memory_rejoin_in_the_same_epoch(journaled: Journaled) -> None:
-    ranks = [WireRank(journaled.address).register(declaring(rank)) for rank in range(2)]
-    for rank in ranks:
-        rank.allocate()
-    ready, _ = (rank.wait_for("ready").ready for rank in ranks)
-    scheduler = Scheduler(journaled.address)
-    before = info(journaled.address)
-    journaled.restart()
-    for rank in ranks:
-        rank.wait_ended()
-    held = HeldTensors(ready.epoch, ready.num_blocks)
-    other = declaring(0, memory=declared(fingerprint=(("model", "other"),)), held=held)
-    assert WireRank(journaled.address).register(other).wait_ended().reason == "RANKS_DISAGREE"
-    back = [WireRank(journaled.address).register(declaring(rank, held=held)) for rank in range(2)]
-    for rank in back:
-        assert rank.wait_for("ready").ready == ready
-    assert info(journaled.address).config == before.config
-    with scheduler.stub() as stub:
-        stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=scheduler.session.session_id))
-    for rank in back:
-        rank.cut()
-
-
-def test_other_ranks_begin_an_epoch(journaled: Journaled) -> None:
-    ranks = [WireRank(journaled.address).register(registration(rank)) for rank in range(2)]
-    for rank in ranks:
-        rank.allocate()
-    ready = [rank.wait_for("ready").ready for rank in ranks]
-    scheduler = Scheduler(journaled.address)
-    journaled.restart()
-    others = [
-        WireRank(journaled.address).register(registration(rank, boot_id=f"successor-{rank}")) for rank in range(2)
-    ]
-    for rank in others:
-        rank.allocate()
-    for rank in others:
-        assert rank.wait_for("ready").ready.epoch > ready[0].epoch
-    with pytest.raises(grpc.RpcError) as caught:
-        scheduler.send(scheduler.step(1, "", 3))
-    assert from_rpc_error(caught.value).reason == "EPOCH_PASSED"
-    for rank in others:
-        rank.cut()
-
-
 def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> None:
     """The process may write files of up to 20,000 bytes: the first log exceeds this, a new journal does not."""
     create(journaled.address)
@@ -376,41 +249,6 @@ def test_a_full_disk_costs_the_journal_and_no_answer(journaled: Journaled) -> No
     assert (after.epoch == before.epoch) or after.epoch > before.epoch + 900
     if after.epoch == before.epoch:
         assert after == before
-
-
-@contextlib.contextmanager
-def full_tmpfs(folder: Path) -> Iterator[None]:
-    """A file system in memory without a free byte. Files can be created."""
-    folder.mkdir()
-    if (
-        os.geteuid() != 0
-        or subprocess.run(
-            ["/bin/mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "none", str(folder)], check=False
-        ).returncode
-    ):
-        pytest.skip("may not mount file systems")
-    try:
-        (folder / "waste").write_bytes(bytes(4096))
-        yield
-    finally:
-        subprocess.run(["/bin/umount", "--lazy", str(folder)], check=True)
-
-
-def test_blocks_of_sessions_wait_if_the_disk_was_full_from_the_first_start_on(tmp_path: Path) -> None:
-    with full_tmpfs(tmp_path / "journal"):
-        journaled = Journaled(tmp_path, quarantine_seconds=60.0)
-        create(journaled.address)
-        scheduler = Scheduler(journaled.address)
-        scheduler.send(scheduler.step(1, "abc", 14))
-        journaled.server.kill()
-        assert "journal given up" in journaled.server.log
-        journaled.start()
-        assert "journal dropped reason=NOT_WHOLE" in journaled.server.log
-        create(journaled.address)
-        with pytest.raises(grpc.RpcError) as caught:
-            Scheduler(journaled.address)
-        assert from_rpc_error(caught.value).reason == "SESSIONS_LOST"
-        journaled.server.stop_cleanly(expected=["journal given up"])
 
 
 def test_a_server_whose_snapshot_does_not_fit_serves_and_states_it(journaled: Journaled) -> None:

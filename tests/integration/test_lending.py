@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client, NotFoundError, PoolState, WrongStateError, connect
+from kvpool.client import Client, NotFoundError, PoolState, connect
 from kvpool.client.admin import AdminClient
-from kvpool.lending.lender_client import LenderClient, connect_lender
-from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, declared_with, engine, lender_process
+from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, engine, lender_process
 from support.server import pool_config, running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
 from support.workers import ready
@@ -99,19 +98,6 @@ def test_blocks_of_a_stopped_engine_are_given_to_nobody_until_it_answers(
 
 
 @pytest.mark.slow
-def test_a_stopped_engine_holds_back_no_blocks_of_others(server: str, lender: LenderProcess, client: Client) -> None:
-    with engine(server, lender.address, lease_seconds=3.0) as stopped, engine(server, lender.address) as killed:
-        stopped("run", "a", PROMPT)
-        killed("run", "b", [1, 2, 3, 4, 5])
-        stopped.pause()
-        wait_for_quarantined(client, 1)
-        killed.kill()
-        wait_for_used(client, 5)
-        stopped.signal(signal.SIGKILL)
-        wait_for_used(client, 0)
-
-
-@pytest.mark.slow
 def test_an_operator_kills_a_stopped_engine(server: str, lender: LenderProcess, client: Client) -> None:
     with (
         engine(server, lender.address, lease_seconds=3.0) as stopped,
@@ -133,33 +119,6 @@ def test_an_operator_kills_a_stopped_engine(server: str, lender: LenderProcess, 
             assert idle.process.wait(DEADLINE_SECONDS) == -signal.SIGKILL, "although the session holds no block"
         with pytest.raises(NotFoundError):
             admin.evict_session("m", 99, kill=True)
-
-
-@pytest.mark.slow
-def test_a_step_in_flight_holds_back_the_blocks_until_its_process_has_exited(
-    server: str, lender: LenderProcess, client: Client
-) -> None:
-    with engine(server, lender.address) as hung:
-        hung("run", "a", PROMPT)
-        hung("hang")
-        with AdminClient(server) as admin:
-            admin.evict_session("m", hung.session_number)
-        wait_until(lambda: hung("step") == "SESSION_ENDED", "the fence has arrived")
-        assert client.get_pool("m").quarantined_sessions == 1
-        hung.kill()
-        wait_for_used(client, 0)
-
-
-@pytest.mark.slow
-def test_an_engine_that_gives_the_memory_back_holds_back_nothing(
-    server: str, lender: LenderProcess, client: Client
-) -> None:
-    with engine(server, lender.address) as first, engine(server, lender.address) as second:
-        first("run", "a", PROMPT)
-        first("close")
-        second("run", "b", [1, 2, 3])
-        second.kill()
-        wait_for_used(client, 0)
 
 
 @pytest.mark.slow
@@ -189,90 +148,6 @@ def test_an_engine_that_unmaps_the_memory_keeps_its_session_and_hits_what_it_had
 
 
 @pytest.mark.slow
-def test_a_killed_engine_that_had_unmapped_the_memory_ends_its_session_at_once(
-    server: str, lender: LenderProcess, client: Client
-) -> None:
-    with engine(server, lender.address) as sleeper:
-        sleeper("run", "a", PROMPT)
-        sleeper("unmap")
-        sleeper.kill()
-        wait_for_used(client, 0)
-    assert client.get_pool("m").activity.processes_gone == 1
-
-
-@pytest.mark.slow
-def test_a_session_that_ends_while_the_memory_is_unmapped_runs_no_step_afterwards(
-    server: str, lender: LenderProcess, client: Client
-) -> None:
-    with engine(server, lender.address, lease_seconds=3.0) as sleeper:
-        sleeper("run", "a", PROMPT)
-        sleeper("unmap")
-        sleeper.pause()
-        wait_until(lambda: not used_blocks(client), "its lease is over, and nothing waits for it", DEADLINE_SECONDS)
-        assert not client.get_pool("m").quarantined_sessions
-        sleeper.resume()
-        sleeper("map_again")
-        assert sleeper("step") == "SESSION_ENDED"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_unmapped_before", [True, False])
-def test_memory_is_mapped_again_after_the_lender_was_killed_meanwhile(
-    server: str, lender: LenderProcess, client: Client, *, is_unmapped_before: bool
-) -> None:
-    with engine(server, lender.address) as sleeper:
-        sleeper("run", "a", PROMPT)
-        if is_unmapped_before:
-            sleeper("unmap")
-        lender.kill()
-        lender.end()
-        if not is_unmapped_before:
-            sleeper("unmap")
-        restarted = LenderProcess(server, lender.folder)
-        try:
-            restarted.wait_for(ready(sleeper.started["epoch"]))
-            sleeper("map_again")
-            assert sleeper("check", "a", PROMPT) == 0
-            assert sleeper("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
-            assert sleeper("check", "b", [*PROMPT, 9]) == 0
-            sleeper("unmap")
-            sleeper.kill()
-            wait_for_used(client, 0)
-        finally:
-            restarted.kill()
-            restarted.end()
-
-
-@pytest.mark.slow
-def test_memory_is_not_replaced_under_an_engine_that_may_map_it_again(server: str, lender: LenderProcess) -> None:
-    with engine(server, lender.address) as sleeper:
-        sleeper("run", "a", PROMPT)
-        sleeper("unmap")
-        for _ in range(2):
-            with pytest.raises(WrongStateError, match=r"num_blocks: 16, the memory that other processes use has 32"):
-                connect_lender(lender.address, "m").map(declared_with(16), 60.0)
-        sleeper("map_again")
-        assert sleeper("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
-        sleeper("unmap")
-        with AdminClient(server) as admin:
-            admin.evict_session("m", sleeper.session_number)
-        replaced = connect_lender(lender.address, "m")
-        wait_until(lambda: can_map(replaced, 16), "the memory is replaced, as no session may need it")
-        assert sleeper("map_again") == {"error": "WrongStateError", "reason": "MEMORY_DIFFERS"}
-        replaced.close()
-        assert sleeper("map_again") == {"error": "StaleTablesError", "reason": "MEMORY_CHANGED"}
-        assert sleeper("step") == "MEMORY_CHANGED"
-
-
-def can_map(lender: LenderClient, num_blocks: int) -> bool:
-    try:
-        lender.map(declared_with(num_blocks), 60.0)
-    except WrongStateError:
-        return False
-    return True
-
-
-@pytest.mark.slow
 def test_a_killed_lender_continues_with_its_memory_in_the_same_epoch(
     server: str, lender: LenderProcess, client: Client
 ) -> None:
@@ -280,22 +155,16 @@ def test_a_killed_lender_continues_with_its_memory_in_the_same_epoch(
         first("run", "a", PROMPT)
         epoch = client.get_pool("m").epoch
         lender.kill()
-        lender.end()
         wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_DEGRADED, "the rank is lost")
-        restarted = LenderProcess(server, lender.folder)
-        try:
-            restarted.wait_for(ready(epoch))
-            wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_READY, "the rank is back")
-            assert first("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
-            assert first("check", "b", [*PROMPT, 9]) == 0
-            with engine(server, lender.address) as second:
-                assert second("run", "c", [*PROMPT, 8])["hit"] == len(PROMPT)
-                assert second("check", "c", [*PROMPT, 8]) == 0
-            first.kill()
-            wait_for_used(client, 0)
-        finally:
-            restarted.kill()
-            restarted.end()
+        lender.restart()
+        lender.wait_for(ready(epoch))
+        wait_until(lambda: client.get_pool("m").state == PoolState.POOL_STATE_READY, "the rank is back")
+        with engine(server, lender.address) as second:
+            for each, name in ((first, "b"), (second, "c")):
+                assert each("run", name, [*PROMPT, 9])["hit"] == len(PROMPT)
+                assert each("check", name, [*PROMPT, 9]) == 0
+        first.kill()
+        wait_for_used(client, 0)
 
 
 @pytest.mark.slow
@@ -305,15 +174,10 @@ def test_an_engine_that_dies_while_no_lender_runs_is_reported_by_the_next(
     with engine(server, lender.address) as first:
         first("run", "a", PROMPT)
         lender.kill()
-        lender.end()
         first.kill()
-    restarted = LenderProcess(server, lender.folder)
-    try:
-        wait_for_used(client, 0)
-        assert client.get_pool("m").activity.processes_gone == 1
-    finally:
-        restarted.kill()
-        restarted.end()
+    lender.restart()
+    wait_for_used(client, 0)
+    assert client.get_pool("m").activity.processes_gone == 1
 
 
 @pytest.mark.slow
@@ -321,21 +185,17 @@ def test_an_engine_that_dies_while_no_lender_runs_is_reported_by_the_next(
 def test_a_lender_that_stops_frees_its_memory_unless_told_to_keep_it(
     server: str, client: Client, *, keeps: bool
 ) -> None:
-    flags = ["--keep-memory"] if keeps else []
-    with lender_process(server, 0, 1, *flags) as lender:
+    with lender_process(server, 0, 1, *["--keep-memory"] * keeps) as lender:
         with engine(server, lender.address) as first:
             first("run", "a", PROMPT)
             epoch = client.get_pool("m").epoch
         assert lender.stop() == 0
-        assert [path.name for path in lender.folder.rglob("memory-*")] == (["memory-1"] if keeps else [])
-        restarted = LenderProcess(server, lender.folder)
-        try:
-            with engine(server, lender.address) as second:
-                hit = second("run", "b", [*PROMPT, 1])["hit"]
-                assert (hit, second.started["epoch"] == epoch) == ((len(PROMPT), True) if keeps else (0, False))
-        finally:
-            restarted.kill()
-            restarted.end()
+        assert [path.name for path in lender.folder.rglob("memory-*")] == ["memory-1"] * keeps
+        lender.restart()
+        lender.wait_for("lending")
+        with engine(server, lender.address) as second:
+            hit = second("run", "b", [*PROMPT, 1])["hit"]
+            assert (hit, second.started["epoch"] == epoch) == (len(PROMPT) * keeps, keeps)
 
 
 @pytest.mark.slow
@@ -353,18 +213,6 @@ def test_two_ranks_lend_alike(server: str, client: Client) -> None:
         wait_for_used(client, 5)
         first.kill()
         wait_for_used(client, 0)
-
-
-@pytest.mark.slow
-def test_memory_that_nobody_maps_is_replaced(server: str, lender: LenderProcess, client: Client) -> None:
-    with engine(server, lender.address) as first:
-        first("run", "a", PROMPT)
-        first.exit()
-    with engine(server, lender.address, num_blocks=16) as second:
-        assert second.started["epoch"] > first.started["epoch"]
-        assert client.get_pool("m").config.num_blocks == 16
-        assert client.get_pool("m").cached_blocks == 0
-    assert [path.stat().st_size for path in lender.folder.rglob("memory-*")] == [16 * BLOCK_BYTES]
 
 
 @pytest.mark.parametrize("is_declared", [True, False], ids=["declared", "lent"])
@@ -387,30 +235,6 @@ def test_a_second_lender_of_a_rank_is_refused(server: str, lender: LenderProcess
     second = LenderProcess(server, lender.folder, waits=False)
     assert second.end() == 1
     assert "another process lends rank 0 of pool 'm' on this machine" in "".join(second.lines)
-
-
-@pytest.mark.slow
-def test_an_engine_that_comes_back_after_its_epoch_is_no_obstacle_to_the_next() -> None:
-    """The pool waits until the engine has answered a fence, and the engine until the pool is open."""
-    timing = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_seconds": 0.2}
-    with (
-        running_server(rank_timing=timing) as server,
-        connect(server) as client,
-        lender_process(server) as lender,
-        engine(server, lender.address) as first,
-    ):
-        epoch = first.started["epoch"]
-        assert first("run", "a", PROMPT)["hit"] == 0
-        lender.kill()
-        lender.end()
-        wait_until(lambda: client.get_pool("m").epoch > epoch, "the rank was given up")
-        restarted = LenderProcess(server, lender.folder)
-        try:
-            restarted.wait_for(ready(epoch + 1))
-            assert first("step") in {"NOT_READY", "EPOCH_PASSED"}
-        finally:
-            restarted.kill()
-            restarted.end()
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """A rank that lends its memory, in this process, with a real server; and its socket."""
 
 import asyncio
-import contextlib
 import errno
 import os
 import shutil
@@ -198,27 +197,6 @@ def bound(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         yield other
-
-
-def test_the_socket_replaces_one_without_a_listener(folder: MemoryFolder) -> None:
-    path = folder.path / "socket"
-    with bound(path):
-        pass
-    with listening(path), socket.socket(socket.AF_UNIX) as client:
-        client.connect(str(path))
-        assert path.stat().st_mode & 0o777 == 0o600
-    assert not path.exists()
-
-
-def test_the_socket_of_a_later_lender_is_not_removed(folder: MemoryFolder) -> None:
-    path = folder.path / "socket"
-    with contextlib.ExitStack() as later:
-        with listening(path):
-            path.unlink()
-            later.enter_context(listening(path))
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(path))
-    assert not path.exists()
 
 
 def test_the_socket_replaces_nothing_else(folder: MemoryFolder) -> None:

@@ -197,6 +197,15 @@ def test_a_client_that_does_not_read_is_disconnected_and_its_lease_runs() -> Non
             deaf.close()
 
 
+def test_too_many_pools() -> None:
+    with running_server(max_pools=1) as address, connect(address) as client:
+        client.create_pool(pool_config("one"))
+        with pytest.raises(KvpoolError) as caught:
+            client.create_pool(pool_config("two"))
+        assert caught.value.reason == "TOO_MANY_POOLS"
+        client.create_pool(pool_config("one"))  # it exists
+
+
 def test_a_stream_that_sends_nothing_is_ended() -> None:
     with running_server(limits={"stall_seconds": 0.2}) as address, grpc.insecure_channel(address) as channel:
         outgoing: queue.SimpleQueue[None] = queue.SimpleQueue()

@@ -17,7 +17,6 @@ from support.logging_process import LoggingProcess
 from support.logs import logged_events
 from support.ranks import registration
 from support.server import CommandLineServer, pool_config
-from support.waiting import DEADLINE_SECONDS
 from support.wire_ranks import WireRank
 from support.workers import Workers, ready
 
@@ -168,24 +167,6 @@ def test_a_bug_is_one_object_with_its_traceback(address: str) -> None:
     assert bug["method"] == "kvpool.v1.AllocatorService/GetPool"
     assert bug["exception"].startswith("Traceback (most recent call last):\n")
     assert "TypeError: 'NoneType' object is not callable" in bug["exception"]
-
-
-def test_an_uncaught_exception_is_one_object() -> None:
-    program = (
-        "from kvpool.server import app; app.serve = None;"
-        " from kvpool.cli import main; main(['serve', '--log-format', 'json'])"
-    )
-    done = processes.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_SECONDS,
-        check=False,
-        env=dict(os.environ),
-    )
-    entry = json.loads(done.stderr)
-    assert (done.returncode, entry["message"], entry["level"]) == (1, "uncaught exception", "CRITICAL")
-    assert "TypeError: 'NoneType' object is not callable" in entry["exception"]
 
 
 def test_the_console_has_one_line_per_event(address: str) -> None:

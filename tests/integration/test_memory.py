@@ -1,7 +1,6 @@
 """Engines that own the tensors, over real sockets: engines share the cache only if they use the same memory."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +9,16 @@ import pytest
 
 from kvpool.client import (
     Client,
-    InvalidArgumentError,
     KvpoolError,
     PoolInfo,
-    PrefixIndex,
     Session,
     UnavailableError,
-    aio,
     connect,
 )
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
-from kvpool.wire.errors import from_rpc_error
 from support.answers import until_answered
-from support.ranks import registration
 from support.server import ServerProcess, pool_config, running_server
 from support.waiting import DEADLINE_SECONDS
-from support.wire_ranks import WireRank
 
 PROMPT = list(range(41))  # ten full blocks and one token
 LEASE_SECONDS = 5.0
@@ -100,73 +93,6 @@ def test_the_memory_of_a_killed_engine_is_replaced_within_the_deadline(address: 
         fill(session)
 
 
-async def test_memory_works_over_asyncio(address: str, client: Client, pool: str) -> None:
-    open_and_die(address, pool, "a")
-    async with (
-        aio.connect(address, deadline_seconds=DEADLINE_SECONDS) as waiting,
-        await waiting.open_session(pool, memory_id="b") as session,
-    ):
-        assert (session.epoch, client.get_pool(pool).memory_id) == (2, "b")
-
-
-def test_a_key_that_named_another_memory_is_refused(
-    stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
-) -> None:
-    def open_with(memory_id: str) -> Any:
-        return stub.OpenSession(
-            allocator_pb2.OpenSessionRequest(pool_name=pool, open_key="memory", memory_id=memory_id)
-        ).session
-
-    assert open_with("a") == open_with("a")
-    before = client.get_pool(pool)
-    with pytest.raises(grpc.RpcError) as caught:
-        open_with("b")
-    error = from_rpc_error(caught.value)
-    assert (error.reason, error.field) == ("OPEN_KEY_REUSED", "open_key")
-    assert client.get_pool(pool) == before
-
-
-def test_pools_of_ranks_refuse_a_memory_id(address: str, client: Client) -> None:
-    WireRank(address).register(registration(world_size=1)).allocate().wait_for("ready")
-    error, before, after = refusal(client, "m", "a")
-    assert isinstance(error, InvalidArgumentError)
-    assert (error.field, after) == ("memory_id", before)
-
-
-@pytest.mark.parametrize("where", ["embedded", "served"])
-def test_watchers_see_the_cache_cleared_for_another_memory(where: str, address: str, pool_name: str) -> None:
-    with connect("embedded:" if where == "embedded" else address, deadline_seconds=DEADLINE_SECONDS) as client:
-        client.create_pool(pool_config(pool_name, enable_events=True))
-        index, seen = PrefixIndex(), set()
-        with client.open_session(pool_name, memory_id="a") as session:
-            fill(session)
-        client.open_session(pool_name, memory_id="b").close()
-        for batch in client.watch(pool_name, from_sequence=1):
-            index.apply(batch)
-            seen.add((batch.epoch, len(index)))
-            if batch.epoch == 2:
-                break
-        assert seen == {(1, 10), (2, 0)}
-
-
-@pytest.mark.parametrize("where", ["embedded", "served"])
-def test_an_engine_that_measures_another_number_of_blocks_replaces_its_pool(
-    where: str, address: str, pool_name: str
-) -> None:
-    config = pool_config(pool_name, enable_events=True)
-    with connect("embedded:" if where == "embedded" else address, deadline_seconds=DEADLINE_SECONDS) as client:
-        client.create_pool(config, memory_id="a")
-        with client.open_session(pool_name, memory_id="a") as session:
-            fill(session)
-        info = client.create_pool(replace(config, num_blocks=50), memory_id="b")
-        assert (info.epoch, info.config.num_blocks, info.memory_id, info.cached_blocks) == (2, 50, "b", 0)
-        with client.open_session(pool_name, memory_id="b") as session:
-            assert (session.epoch, num_hit_tokens(session)) == (2, 0)
-            fill(session)
-        batches = client.watch(pool_name, from_sequence=1)
-        assert [len(batch.events) for batch in (next(batches), next(batches), next(batches))] == [1, 1, 1]
-
-
 def test_a_pool_is_replaced_when_the_lease_of_a_killed_engine_has_expired(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 's'}"
     settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}, "quarantine_seconds": 0.5}
@@ -178,24 +104,3 @@ def test_a_pool_is_replaced_when_the_lease_of_a_killed_engine_has_expired(tmp_pa
         server.wait_for("pool replaced")
         server.restart()
         assert client.get_pool("m").config.num_blocks == 50
-
-
-def test_the_memory_id_survives_a_restart_with_a_journal(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path / 's'}"
-    settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}, "quarantine_seconds": 0.5}
-    with ServerProcess(address, **settings) as server:
-        with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
-            client.create_pool(pool_config())
-            for memory_id in ("a", "b"):
-                with client.open_session("m", memory_id=memory_id) as session:
-                    fill(session)
-            before = client.get_pool("m")
-            assert (before.epoch, before.memory_id, before.cached_blocks) == (2, "b", 10)
-            open_and_die(address, "m", "b")
-            server.restart()
-            assert client.get_pool("m").memory_id == "b"
-            with client.open_session("m", memory_id="b") as session:
-                assert (session.epoch, num_hit_tokens(session)) == (2, 40)
-            with client.open_session("m", memory_id="c") as session:
-                assert (session.epoch, num_hit_tokens(session)) == (3, 0)
-        assert server.stop_cleanly().count("epoch started in new memory") == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Session, UnavailableError, WatchKind, aio, connect
+from kvpool.client import Session, WatchKind, aio, connect
 from kvpool.client.admin import AdminClient
 from kvpool.v1.pool_pb2 import PoolState
 from support.command import kvpool
@@ -183,39 +183,6 @@ def test_a_command_of_an_operator_skips_a_dead_seed(shard: list[ShardServer], tm
     done = kvpool("pools", KVPOOL_ADDRESS=f"{shard[0].address},nowhere")
     assert done.returncode == 2
     assert "address 'nowhere': needs host:port or unix:/path" in done.stderr
-
-
-def test_servers_that_name_each_other_are_asked_a_bounded_number_of_times(
-    address: str, shard: list[ShardServer]
-) -> None:
-    with connect(address) as client:
-        client.create_pool(pool_config())
-    first, second = shard
-    first.refuse(1, second.address)
-    errors = []
-    with connect(seeds(*shard), deadline_seconds=2.0) as client, pytest.raises(UnavailableError) as caught:
-        client.get_pool("m")
-    errors.append(caught.value)
-    num_calls = len(first.calls) + len(second.calls)
-    with AdminClient(seeds(*shard), deadline_seconds=2.0) as admin, pytest.raises(UnavailableError) as caught:
-        admin.overview()
-    errors.append(caught.value)
-    for error in errors:
-        assert error.reason == "NO_PRIMARY"
-        assert f"{first.address}: the server is not the primary" in str(error)
-        assert f"{second.address}: the server is not the primary" in str(error)
-    # The pauses between rounds are at least 0.05, 0.1, 0.2, 0.4 and 0.8 s: six rounds of two calls, at most.
-    assert 2 <= num_calls <= 12
-    assert 2 <= len(first.calls) + len(second.calls) - num_calls <= 12
-
-
-def test_the_error_states_why_each_seed_cannot_be_reached(tmp_path: Path) -> None:
-    one, two = f"unix:{tmp_path}/one", f"unix:{tmp_path}/two"
-    with connect(f"{one},{two}", deadline_seconds=5.0) as client, pytest.raises(UnavailableError) as caught:
-        client.get_pool("m")
-    text = str(caught.value)
-    assert text.startswith("no server is the primary: ")
-    assert all(f"{address}: there is no such socket (" in text for address in (one, two))
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from kvpool.client.admin import AdminClient
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.wire.errors import from_rpc_error
 from support.server import pool_config, running_server
-from support.waiting import wait_until
 
 PROMPT = list(range(41))
 STARTERS = {"CreatePool", "GetPool", "WaitUntilReady", "OpenSession"}
@@ -64,25 +63,6 @@ def allocate(
     return list(answer.new_blocks[0].block_ids)
 
 
-def test_a_key_opens_one_session(stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str) -> None:
-    first = opened(stub, pool, open_key="test-a-key", client_name="c")
-    assert (opened(stub, pool, open_key="test-a-key", client_name="c"), first.session_number > 0) == (first, True)
-    before = client.get_pool(pool)
-    assert (before.sessions, before.activity.sessions_opened, before.activity.retries) == (1, 1, 1)
-    error = refusal(lambda: opened(stub, pool, open_key="test-a-key", client_name="d"))
-    assert (error.reason, error.field) == ("OPEN_KEY_REUSED", "open_key")
-    assert client.get_pool(pool) == before
-
-
-@pytest.mark.parametrize("lease_seconds", [0.4, 61.0])
-def test_leases_are_within_the_servers_bounds(
-    lease_seconds: float, stub: allocator_pb2_grpc.AllocatorServiceStub, pool: str
-) -> None:
-    error = refusal(lambda: opened(stub, pool, lease_seconds=lease_seconds))
-    assert (error.field, "[0.5, 60]" in str(error)) == ("lease_seconds", True)
-    assert opened(stub, pool).lease_seconds == 60.0
-
-
 def test_a_second_close_gets_the_same_answer_and_other_calls_fail(
     stub: allocator_pb2_grpc.AllocatorServiceStub, client: Client, pool: str
 ) -> None:
@@ -120,17 +100,6 @@ def evict(address: str, pool: str) -> None:
     with AdminClient(address) as admin:
         (session,) = admin.sessions(pool)
         admin.evict_session(pool, session.session_number)
-
-
-def test_the_end_of_a_session_is_detected_between_steps(address: str, client: Client, pool: str) -> None:
-    """The thread that renews the lease, which also checks the deadlines of steps, must survive it."""
-    session = client.open_session(pool, lease_seconds=0.6)
-    request = session.request("r", PROMPT)
-    session.admit(request)
-    evict(address, pool)
-    wait_until(lambda: not session.lease_left_seconds, "the renewal is reported")
-    with pytest.raises(AbortedError):
-        session.free(request)
 
 
 async def test_the_end_of_a_session_is_detected_between_steps_with_asyncio(address: str, pool: str) -> None:

@@ -100,27 +100,6 @@ def test_one_token_cannot_take_all_sessions_of_a_shared_pool_by_default(tmp_path
             assert session.pool().sessions == DEFAULT_LIMITS.max_pool_sessions // 2 + 1
 
 
-def test_one_token_cannot_hold_more_requests_in_several_sessions_also_after_a_restart(house: House) -> None:
-    # The refused step is repeated until the deadline of its client.
-    with house.client("a") as a, house.client("b", deadline_seconds=5.0) as b:
-        a.create_pool(pool_config("p"))
-        with b.open_session("p", lease_seconds=600) as one, b.open_session("p", lease_seconds=600) as two:
-            held = [session.request(f"r{i}", [i]) for i, session in enumerate((one, one, two))]
-            for request, session in zip(held, (one, one, two), strict=True):
-                session.admit(request)
-            house.server.restart()
-            before, late = house.state(), two.request("r3", [3])
-            with pytest.raises(ExhaustedError, match="the token 'b' would have more than 3 requests") as caught:
-                two.admit(late)
-            assert (caught.value.reason, caught.value.retry_seconds) == ("TOO_MANY_TOKEN_REQUESTS", 1.0)
-            assert house.state() == before
-            with a.open_session("p") as other:
-                other.admit(other.request("r0", [0]))
-            one.free(held[0])
-            two.settle()
-            two.free(late)
-
-
 def test_one_token_cannot_take_all_pools_also_after_a_restart(house: House) -> None:
     with house.client("a") as a, house.client("b") as b, house.hasty("b") as hasty:
         for name in ("b1", "b2"):

@@ -117,23 +117,6 @@ def test_a_step_is_collected_once(session: Session) -> None:
         pass
 
 
-def test_a_step_that_needs_no_message_is_answered_at_once(client: Client, session: Session) -> None:
-    request = session.request("a", PROMPT)
-    session.admit(request)
-    request.append([1])
-    with session.begin_step() as step:
-        decoded = step.allocate_slots(request, 1)
-    assert (decoded.outcome, request.num_computed_tokens) == (Outcome.OK, 42)
-    assert client.get_pool("m").activity.steps == 1
-
-
-def test_a_begun_step_may_be_abandoned_with_its_session(client: Client, session: Session) -> None:
-    with session.begin_step() as step:
-        step.admit(session.request("a", PROMPT))
-    session.close()
-    assert client.get_pool("m").free_blocks == 99
-
-
 @pytest.mark.parametrize("during", ["begin", "settle"])
 def test_an_interrupted_step_leaves_no_answer_for_the_next(during: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C between any two lines, the answer in flight is not taken for the next step's."""

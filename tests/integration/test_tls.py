@@ -1,12 +1,10 @@
 """TLS with real handshakes: accepted and refused clients, and certificates that are reloaded."""
 
 import asyncio
-import os
 import shutil
 import socket
 import ssl
 import stat
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client import TlsConfig, aio, connect
 from kvpool.client.admin import AdminClient
-from support import processes
 from support.auth import Authority, Pair, channel, secret_of, write_tokens
+from support.command import kvpool
 from support.server import ServerProcess, pool_config, server_process
 from support.waiting import DEADLINE_SECONDS
 from support.workers import ready, worker_processes
@@ -138,32 +136,6 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             assert client.get_pool("m").sessions == 1
 
 
-def test_a_certificate_that_is_not_valid_now_does_not_replace_a_valid_one(tmp_path: Path, authority: Authority) -> None:
-    used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
-    authority.issue("127.0.0.1").copy_over(used)
-    server = ServerProcess("127.0.0.1:0", auth={"tls_cert": str(used.cert), "tls_key": str(used.key)})
-    for pair, error in (
-        (authority.issue("127.0.0.1", days=-1), "certificate has expired"),
-        (authority.issue("127.0.0.1", begin_days=0.5), "certificate is not yet valid"),
-    ):
-        pair.copy_over(used)
-        server.wait_for(f"certificates not reloaded .*{error}")
-        assert is_let_in(server.addresses[0], authority.trusted_by())
-    authority.issue("127.0.0.1", "localhost").copy_over(used)
-    server.wait_for("certificates reloaded")
-    assert is_let_in(server.addresses[0], authority.trusted_by(server_name="localhost"))
-    server.stop_cleanly(["certificates not reloaded"])
-
-
-@pytest.mark.parametrize(("dates", "error"), [({"days": -1}, "has expired"), ({"begin_days": 0.5}, "is not yet valid")])
-def test_a_server_does_not_start_with_a_certificate_that_is_not_valid_now(
-    authority: Authority, dates: dict[str, float], error: str
-) -> None:
-    pair = authority.issue("127.0.0.1", **dates)
-    with pytest.raises(AssertionError, match=f"--tls-cert: {pair.cert}: certificate {error}"):
-        ServerProcess("127.0.0.1:0", auth={"tls_cert": str(pair.cert), "tls_key": str(pair.key)})
-
-
 def test_every_port_gets_the_new_certificates(tmp_path: Path, authority: Authority, stranger: Authority) -> None:
     used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
     authority.issue("127.0.0.1").copy_over(used)
@@ -194,16 +166,16 @@ def test_tls_and_tokens_over_the_command_line(tmp_path: Path, authority: Authori
             "KVPOOL_TLS_KEY": str(mine.key),
             "KVPOOL_TOKEN_FILE": str(secret),
         }
-        assert kvpool("health", address, *flags)[:2] == (0, f"{address}: SERVING\n")
-        assert kvpool("health", address, **environment)[0] == 0
-        assert kvpool("health", address)[0] == 1
-        assert kvpool("pools", "--address", address, *flags, "--token-file", secret)[0] == 0
-        status, _, errors = kvpool("pools", "--address", address, *flags)
-        assert (status, errors.startswith("Error: NO_TOKEN: ")) == (1, True), errors
+        assert kvpool("health", address, *flags).stdout == f"{address}: SERVING\n"
+        assert kvpool("health", address, **environment).returncode == 0
+        assert kvpool("health", address).returncode == 1
+        assert kvpool("pools", "--address", address, *flags, "--token-file", secret).returncode == 0
+        refused = kvpool("pools", "--address", address, *flags)
+        assert (refused.returncode, refused.stderr.startswith("Error: NO_TOKEN: ")) == (1, True), refused
         trace = tmp_path / "trace.jsonl"
         trace.write_text('{"prompt_token_ids": [1, 2, 3]}')
         replayed = (trace, "--num-blocks", "300", "--block-size", "16")
-        assert kvpool("replay", "--address", address, *replayed, **environment)[0] == 0
+        assert kvpool("replay", "--address", address, *replayed, **environment).returncode == 0
 
 
 def test_a_worker_joins_with_its_token_and_switches_when_it_is_revoked(tmp_path: Path, authority: Authority) -> None:
@@ -221,20 +193,6 @@ def test_a_worker_joins_with_its_token_and_switches_when_it_is_revoked(tmp_path:
         rank.wait_for("TOKEN_REVOKED")
         rank.wait_for("server back")
         assert rank.is_alive
-
-
-def kvpool(*arguments: object, **environment: str) -> tuple[int, str, str]:
-    program = "from kvpool.cli import main; main(prog_name='kvpool')"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = processes.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=DEADLINE_SECONDS,
-        env={**os.environ, **environment},
-    )
-    return done.returncode, done.stdout, done.stderr
 
 
 def test_a_unix_socket_is_private_from_its_creation(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,11 +14,10 @@ import pytest
 
 from kvpool.client import connect
 from support import processes
-from support.ranks import registration
+from support.command import kvpool
 from support.server import ServerProcess, pool_config
 from support.terminal import Terminal
 from support.waiting import DEADLINE_SECONDS
-from support.wire_ranks import WireRank
 
 
 @pytest.fixture(name="address")
@@ -44,14 +42,14 @@ def fixture_show() -> Iterator[Callable[..., Terminal]]:
 
 
 @contextlib.contextmanager
-def schedulers_at_work(address: str, pool: str = "m") -> Iterator[None]:
+def schedulers_at_work(address: str) -> Iterator[None]:
     """Runs two sessions that admit and free requests with the same prompts."""
     ending = threading.Event()
     failures: list[BaseException] = []
 
     def work(name: str) -> None:
         try:
-            with connect(address) as client, client.open_session(pool, client_name=name) as session:
+            with connect(address) as client, client.open_session("m", client_name=name) as session:
                 number = 0
                 while not ending.is_set():
                     number += 1
@@ -141,14 +139,6 @@ def test_top_continues_when_the_server_is_killed_and_returns(tmp_path: Path, sho
         assert terminal.wait_ended() == 0
 
 
-def test_top_waits_for_a_server_that_has_not_started(tmp_path: Path, show: Callable[..., Terminal]) -> None:
-    address = f"unix:{tmp_path / 's'}"
-    terminal = show(address)
-    terminal.wait_for("no answer since")
-    with ServerProcess(address):
-        terminal.wait_for("no pools")
-
-
 def test_top_follows_the_size_of_the_terminal(address: str, show: Callable[..., Terminal]) -> None:
     with connect(address) as client:
         for i in range(12):
@@ -162,28 +152,12 @@ def test_top_follows_the_size_of_the_terminal(address: str, show: Callable[..., 
         terminal.wait_for(lambda text: text.count("pool-") == 12 and "more pools" not in text)
 
 
-def test_an_absent_rank_is_shown(address: str, show: Callable[..., Terminal]) -> None:
-    rank = WireRank(address).register(registration(0), "ranked")
-    rank.wait_for("registered")
-    terminal = show(address)
-    text = terminal.wait_for("rank 1 absent")
-    assert "rank 0 registered" in text
-    assert "ranks 1 absent 1 registered" in text
-
-
-def run(*arguments: str, seconds: float = 60, **environment: str) -> subprocess.CompletedProcess[str]:
-    return processes.run(
-        [processes.KVPOOL, "top", *arguments], capture_output=True, text=True, timeout=seconds, check=False,
-        env={**os.environ, "PYTHONIOENCODING": "utf-8", **environment},
-    )  # fmt: skip
-
-
 def test_once_prints_a_view_or_a_json_object(address: str) -> None:
     with connect(address) as client:
         client.create_pool(pool_config())
         with schedulers_at_work(address):
-            json_done = run("--once", "--json", KVPOOL_ADDRESS=address)
-            done = run("--once", "--address", address)
+            json_done = kvpool("top", "--once", "--json", KVPOOL_ADDRESS=address)
+            done = kvpool("top", "--once", "--address", address)
     assert (done.returncode, done.stderr, json_done.returncode, json_done.stderr) == (0, "", 0, "")
     assert "\x1b" not in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
@@ -203,7 +177,7 @@ def test_once_prints_a_view_or_a_json_object(address: str) -> None:
 
 
 def test_once_reports_an_unreachable_server_on_one_line(tmp_path: Path) -> None:
-    done = run("--once", "--address", f"unix:{tmp_path}/nobody")
+    done = kvpool("top", "--once", "--address", f"unix:{tmp_path}/nobody")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "UNAVAILABLE" in done.stderr
 
@@ -239,7 +213,5 @@ def test_a_dumb_terminal_gets_no_escape_sequences(address: str, show: Callable[.
     [(("--interval", "0"), "0.1<=x<=3600"), (("--address", "nowhere"), "needs host:port or unix:/path")],
 )
 def test_bad_options_are_refused_on_one_line(arguments: tuple[str, ...], message: str) -> None:
-    done = run("--once", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    done = kvpool("top", "--once", *arguments)
+    assert (done.returncode, message in done.stderr) == (2, True)

@@ -1,17 +1,11 @@
 """Weights versions over real connections: engines that share memory load new weights one after the other."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from kvpool.client import (
-    AbortedError,
     Client,
-    InvalidArgumentError,
-    NotFoundError,
     Session,
     WrongStateError,
     aio,
@@ -19,9 +13,7 @@ from kvpool.client import (
 )
 from kvpool.client.admin import AdminClient
 from kvpool.core.errors import KvpoolError
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
-from kvpool.wire.errors import from_rpc_error
-from support.server import ServerProcess, pool_config, running_server
+from support.server import pool_config, running_server
 from support.waiting import DEADLINE_SECONDS
 
 PROMPT = list(range(41))  # ten full blocks and one token
@@ -103,46 +95,6 @@ def test_a_step_without_an_answer_is_settled_first(client: Client, pool: str) ->
         assert client.get_pool(pool).weights_versions == ["1"]
 
 
-def test_refusals_change_nothing(client: Client, pool: str) -> None:
-    with client.open_session(pool, weights_version="1") as session, client.open_session(pool) as closed:
-        hit(session)
-        closed.close()
-        before = client.get_pool(pool)
-        with pytest.raises(InvalidArgumentError, match="longer than 256 bytes") as caught:
-            session.set_weights_version("v" * 257)
-        assert caught.value.field == "weights_version"
-        with pytest.raises(InvalidArgumentError) as caught:
-            client.open_session(pool, weights_version="v" * 257)
-        assert caught.value.field == "weights_version"
-        with pytest.raises(AbortedError):
-            closed.set_weights_version("2")
-        assert (client.get_pool(pool), session.weights_version) == (before, "1")
-        assert hit(session) == 40
-
-
-def test_the_call_of_a_session_needs_its_id(address: str) -> None:
-    with connect(address) as client, grpc.insecure_channel(address) as channel:
-        client.create_pool(pool_config("lease"))
-        stub: allocator_pb2_grpc.AllocatorServiceStub = allocator_pb2_grpc.AllocatorServiceStub(channel)
-        request = allocator_pb2.OpenSessionRequest(pool_name="lease", lease_seconds=60, weights_version="1")
-        opened = stub.OpenSession(request).session
-        assert opened.weights_version == "1"
-
-        def refused(session_id: str) -> KvpoolError:
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.SetWeightsVersion(
-                    allocator_pb2.SetWeightsVersionRequest(session_id=session_id, weights_version="2")
-                )
-            assert client.get_pool("lease").weights_versions == ["1"]
-            return from_rpc_error(caught.value)
-
-        assert type(refused("absent")) is NotFoundError
-        stub.SetWeightsVersion(
-            allocator_pb2.SetWeightsVersionRequest(session_id=opened.session_id, weights_version="2")
-        )
-        assert client.get_pool("lease").weights_versions == ["2"]
-
-
 async def test_the_asyncio_client_sets_the_version(address: str) -> None:
     async with aio.connect(address) as client:
         await client.create_pool(pool_config("aio"))
@@ -168,44 +120,15 @@ def test_an_operator_sets_the_version(address: str) -> None:
             assert admin.set_weights_version("operated", "2", first.session_number) == (first.session_number,)
             assert [info.weights_version for info in admin.sessions("operated")] == ["2", "1"]
             assert [info.weights_version for info in admin.sessions("beside")] == [""]
-            before = (admin.overview().pools, [hit(first), hit(second)])
-            calls: list[tuple[type[KvpoolError], str, Callable[[], object]]] = [
-                (NotFoundError, "pool_name", lambda: admin.set_weights_version("nowhere", "3")),
-                (NotFoundError, "session_number", lambda: admin.set_weights_version("operated", "3", 10**6)),
-                (
-                    NotFoundError,
-                    "session_number",
-                    lambda: admin.set_weights_version("operated", "3", beside.session_number),
-                ),
-                (InvalidArgumentError, "weights_version", lambda: admin.set_weights_version("operated", "v" * 257)),
+            refusals: list[tuple[str, Callable[[], object]]] = [
+                ("pool_name", lambda: admin.set_weights_version("nowhere", "3")),
+                ("session_number", lambda: admin.set_weights_version("operated", "3", beside.session_number)),
+                ("weights_version", lambda: admin.set_weights_version("operated", "v" * 257)),
             ]
             pools = admin.overview().pools
-            for kind, field, call in calls:
-                with pytest.raises(kind) as caught:
+            for field, call in refusals:
+                with pytest.raises(KvpoolError) as caught:
                     call()
                 assert caught.value.field == field
-                assert admin.overview().pools == pools
-            assert before[1] == [0, 40]
-            assert [hit(first), hit(second)] == [40, 40]
-
-
-@pytest.mark.slow
-def test_a_restart_with_a_journal_keeps_the_version(tmp_path: Path) -> None:
-    address = f"unix:{tmp_path / 's'}"
-    settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}}
-    with ServerProcess(address, **settings) as server:
-        with connect(address, deadline_seconds=DEADLINE_SECONDS) as client:
-            client.create_pool(pool_config())
-            session = client.open_session("m", lease_seconds=600, weights_version="1")
-            assert hit(session) == 0
-            session.set_weights_version("2")
-            for round_number in range(2):  # replays the changes, then reads a snapshot
-                if round_number:
-                    server.stop_cleanly()
-                server.restart()
-                assert client.get_pool("m").weights_versions == ["2"]
-                assert hit(session) == 40 * round_number
-                with client.open_session("m", weights_version="1") as other:
-                    assert hit(other) == 40
-            session.close()
-        assert "journal dropped" not in server.stop_cleanly()
+            assert admin.overview().pools == pools
+            assert [hit(first), hit(second)] == [0, 40]

@@ -176,17 +176,6 @@ class Pair:
 
         return self.wait_for(find, "both in sync")
 
-    def wait_members(self, *servers: PairServer) -> None:
-        """Waits until the first server is the primary, and names exactly these servers as in sync."""
-
-        def find() -> bool | None:
-            shard = servers[0].shard()
-            addresses = {address for member in shard.members for address in member.addresses} if shard else set()
-            is_primary = shard is not None and servers[0].address in shard.primary_addresses
-            return (is_primary and addresses == {server.address for server in servers}) or None
-
-        self.wait_for(find, f"{', '.join(server.address for server in servers)} in sync")
-
     def primary(self, meanwhile: Callable[[], object] = lambda: None) -> PairServer:
         """Waits until a running server says that it is the primary, and returns the one of the highest term.
 
@@ -212,12 +201,6 @@ class Pair:
     def other(self, server: PairServer) -> PairServer:
         """The other server of the two."""
         return self.servers[1 - self.servers.index(server)]
-
-    def delete_state(self) -> None:
-        """Deletes the state in the journals of the servers, which must not run. They keep their identity."""
-        for path in (path for server in self.servers for path in server.folder.iterdir()):
-            if path.name != "member":
-                path.unlink()
 
     def close(self) -> None:
         """Kills all."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.server.cluster.directory import DirectoryError, DirectoryRegressedError, VersionedRecord
+from kvpool.server.cluster.directory import DirectoryError, DirectoryRegressedError
 from support.directory import SHARD, following, record_of, swap
 from support.etcd import EtcdCluster, EtcdNode, etcd_cluster, needs_etcd
 from support.lost_answers import lost_answers
@@ -84,20 +84,6 @@ async def test_a_watch_leaves_a_node_without_leader(etcd: EtcdCluster, open_dire
         assert await waiting == replaced.entry
 
 
-async def test_a_watch_continues_after_a_compaction(etcd: EtcdCluster, open_directory: OpenDirectory) -> None:
-    """The revisions that the watch missed no longer exist."""
-    watching, changing = open_directory(etcd.endpoints[:1]), open_directory(etcd.endpoints[1:])
-    last = (await swap(changing, 0, RECORDS[0])).entry
-    async with contextlib.aclosing(watching.watch(SHARD)) as changes:
-        assert await following(changes) == last
-        etcd.nodes[0].kill()
-        for record in RECORDS[1:]:
-            last = (await swap(changing, last.revision, record)).entry
-        etcd.post("kv/compaction", node=1, revision=last.revision)
-        etcd.start(etcd.nodes[0])
-        assert await following(changes) == last
-
-
 async def test_a_watch_reports_a_deletion_that_it_missed(etcd: EtcdCluster, open_directory: OpenDirectory) -> None:
     watching, changing = open_directory(etcd.endpoints[:1]), open_directory(etcd.endpoints[1:])
     created = await swap(changing, 0, RECORDS[0])
@@ -129,21 +115,6 @@ async def test_calls_fail_within_their_limit_if_all_nodes_are_gone(
         async with asyncio.timeout(DEADLINE_SECONDS):
             with pytest.raises(DirectoryError, match=rf"etcd at {etcd.host[:-1]}[123]:2379: "):
                 await call
-
-
-async def test_a_repeated_swap_wins_after_its_node_was_paused(open_directory: OpenDirectory) -> None:
-    with etcd_cluster() as etcd:
-        patient = open_directory(etcd.endpoints)
-        created = await swap(patient, 0, RECORDS[0])
-        directory = open_directory(etcd.endpoints, attempt_timeout_seconds=1.0)
-        await directory.get(SHARD)
-        etcd.nodes[0].pause()
-        with pytest.raises(DirectoryError, match="it did not answer in time"):
-            await directory.compare_and_swap(SHARD, created.entry.revision, RECORDS[1])
-        etcd.nodes[0].resume()
-        repeated = await swap(patient, created.entry.revision, RECORDS[1])
-        assert repeated.won
-        assert await patient.get(SHARD) == repeated.entry == VersionedRecord(repeated.entry.revision, RECORDS[1])
 
 
 async def test_a_repeated_swap_wins_if_only_the_answer_was_lost(open_directory: OpenDirectory) -> None:

@@ -10,7 +10,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.core.commands import Command
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, NotFoundError, NotPrimaryError, UnavailableError
+from kvpool.core.errors import KvpoolError, NotPrimaryError, UnavailableError
 from kvpool.core.ids import PoolName
 from kvpool.server.cluster.gate import Gate
 from kvpool.server.config import ServerConfig
@@ -194,13 +194,6 @@ async def test_a_standby_refuses_calls_with_the_address_of_the_primary(server: R
     assert [(code, count) for (_, code), count in server.seen.rpcs.items()] == [("UNAVAILABLE", 1)]
 
 
-async def test_a_server_that_knows_no_primary_says_so(server: ReplicatedServer) -> None:
-    server.refusal = NotPrimaryError((), 0)
-    error = await error_of(get_pool(server))
-    assert isinstance(error, NotPrimaryError)
-    assert (error.addresses, error.term) == ((), 0)
-
-
 async def test_every_server_answers_its_health_and_where_the_primary_is(server: ReplicatedServer) -> None:
     await create(server)
     server.refusal, server.is_confirming = ELSEWHERE, False
@@ -212,46 +205,43 @@ async def test_every_server_answers_its_health_and_where_the_primary_is(server: 
 # A primary
 
 
-async def test_an_answer_waits_until_its_record_is_confirmed(server: ReplicatedServer) -> None:
+async def first_result(server: ReplicatedServer) -> object:
+    """The result of the first step of a session."""
+    server.is_confirming = True
+    session = await open_session(server)
     server.is_confirming = False
-    answer = asyncio.create_task(create(server))
+    call = schedule(server)
+    await call.write(step(session.session_id, 1))
+    return await call.read()
+
+
+async def first_of_watch(server: ReplicatedServer) -> object:
+    request = event_pb2.WatchRequest(pool_name="m", protocol_version=PROTOCOL_VERSION)
+    return await server.events.Watch(request, timeout=DEADLINE_SECONDS).read()
+
+
+WAITING: dict[str, Callable[[ReplicatedServer], Awaitable[object]]] = {
+    "a change": lambda server: create(server, "n"),
+    "a repeated answer": create,
+    "a read": get_pool,
+    "an error of a read": lambda server: error_of(get_pool(server, "unknown")),
+    "an error of a change": lambda server: error_of(create(server, "")),
+    "the result of a step": first_result,
+    "a message of a watch": first_of_watch,
+    "a message to a rank": lambda server: joined(server, registration_to_proto("ranked", registration(0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", WAITING)
+async def test_what_leaves_waits_until_it_is_confirmed(server: ReplicatedServer, name: str) -> None:
+    """By a record of its own change, or by a mark after it arrived."""
+    await create(server)
+    server.is_confirming = False
+    answer = asyncio.ensure_future(WAITING[name](server))
     await until(lambda: server.num_waiting == 1)
-    assert "m" in server.parts.state.pools, "it is executed"
-    assert server.last_position == 1, "and no mark is needed"
     assert not answer.done()
     server.confirm()
     await answer
-
-
-async def test_a_read_waits_for_a_mark_after_it_arrived(server: ReplicatedServer) -> None:
-    await create(server)
-    server.is_confirming = False
-    answer = asyncio.create_task(get_pool(server))
-    await until(lambda: server.num_waiting == 1)
-    assert server.last_position == 2
-    assert not answer.done()
-    server.confirm()
-    assert (await answer).pool.config.name == "m"
-
-
-async def test_an_error_waits_as_an_answer_does(server: ReplicatedServer) -> None:
-    server.is_confirming = False
-    refused = asyncio.create_task(error_of(get_pool(server, "unknown")))
-    malformed = asyncio.create_task(error_of(create(server, "")))
-    await until(lambda: server.num_waiting == 2)
-    assert not refused.done()
-    server.confirm()
-    assert isinstance(await refused, NotFoundError)
-    assert isinstance(await malformed, InvalidArgumentError)
-
-
-async def test_a_repeated_answer_waits_too(server: ReplicatedServer) -> None:
-    await create(server)
-    server.is_confirming = False
-    again = asyncio.create_task(create(server))
-    await until(lambda: server.num_waiting == 1)
-    server.confirm()
-    await again
 
 
 async def test_views_for_people_do_not_wait(server: ReplicatedServer) -> None:
@@ -262,62 +252,19 @@ async def test_views_for_people_do_not_wait(server: ReplicatedServer) -> None:
 
 
 @pytest.mark.parametrize("confirm_seconds", [0.05])
-@pytest.mark.parametrize("name", ["a change", "a read", "an error"])
-async def test_a_call_that_is_not_confirmed_in_time_is_refused(server: ReplicatedServer, name: str) -> None:
-    await create(server)
+async def test_a_call_that_is_not_confirmed_in_time_is_refused(server: ReplicatedServer) -> None:
     server.is_confirming = False
-    calls = {"a change": create(server, "n"), "a read": get_pool(server), "an error": get_pool(server, "unknown")}
-    call = calls.pop(name)
-    for other in calls.values():
-        other.close()
-    error = await error_of(call)
+    error = await error_of(create(server))
     assert isinstance(error, UnavailableError)
     assert (error.reason, error.retry_seconds) == ("NOT_CONFIRMED", 0.1)
-    method = f"kvpool.v1.AllocatorService/{'CreatePool' if name == 'a change' else 'GetPool'}"
+    method = "kvpool.v1.AllocatorService/CreatePool"
     await until(lambda: server.seen.rpcs[method, "UNAVAILABLE"] == 1)
     assert server.seen.rpc_seconds[method].total >= 0.05
-    if name == "a change":
-        assert "n" in server.parts.state.pools
-        server.is_confirming = True
-        assert (await create(server, "n")).pool.config.name == "n", "the repetition gets the answer"
+    server.is_confirming = True
+    assert (await create(server)).pool.config.name == "m", "the repetition gets the answer"
 
 
 # Streams
-
-
-async def test_the_results_of_steps_wait(server: ReplicatedServer) -> None:
-    await create(server)
-    session = await open_session(server)
-    call = schedule(server)
-    for sequence in (1, 2):
-        server.is_confirming = False
-        await call.write(step(session.session_id, sequence))
-        result = asyncio.create_task(call.read())
-        await until(lambda: server.num_waiting == 1)
-        assert not result.done()
-        server.confirm()
-        assert (await result).sequence == sequence
-    server.is_confirming = True
-    await call.done_writing()
-    assert await call.code() is grpc.StatusCode.OK
-
-
-async def test_a_step_that_is_sent_again_waits_for_a_mark(server: ReplicatedServer) -> None:
-    await create(server)
-    session = await open_session(server)
-    for _ in range(2):
-        call = schedule(server)
-        server.is_confirming = False
-        before = server.last_position
-        await call.write(step(session.session_id, 1))
-        result = asyncio.create_task(call.read())
-        await until(lambda: server.num_waiting == 1)
-        assert server.last_position == before + 1
-        server.confirm()
-        await result
-        server.is_confirming = True
-        call.cancel()
-        await until(lambda: not server.parts.calls.all_open())  # the end of a call may wait at the gate too
 
 
 @pytest.mark.parametrize("confirm_seconds", [0.05])
@@ -336,39 +283,12 @@ async def test_a_stream_of_steps_ends_when_a_result_is_not_confirmed_in_time(ser
     again.cancel()
 
 
-async def test_the_messages_of_a_watch_wait(server: ReplicatedServer) -> None:
-    await create(server)
-    server.is_confirming = False
-    call = server.events.Watch(
-        event_pb2.WatchRequest(pool_name="m", protocol_version=PROTOCOL_VERSION), timeout=DEADLINE_SECONDS
-    )
-    first = asyncio.create_task(call.read())
-    await until(lambda: server.num_waiting == 1)
-    assert not first.done()
-    server.confirm()
-    assert (await first).kind == event_pb2.WATCH_RESPONSE_KIND_START
-    call.cancel()
-
-
 async def joined(server: ReplicatedServer, register: worker_pb2.Register) -> Any:
     """The stream of a rank that is registered."""
     call = server.ranks.Join(timeout=DEADLINE_SECONDS)
     await call.write(worker_pb2.JoinRequest(register=register))
     assert (await call.read()).WhichOneof("message") == "registered"
     return call
-
-
-async def test_the_messages_to_a_rank_wait(server: ReplicatedServer) -> None:
-    server.is_confirming = False
-    call = server.ranks.Join(timeout=DEADLINE_SECONDS)
-    await call.write(worker_pb2.JoinRequest(register=registration_to_proto("ranked", registration(0, 1))))
-    first = asyncio.create_task(call.read())
-    await until(lambda: server.num_waiting == 1)
-    assert not first.done()
-    server.confirm()
-    assert (await first).WhichOneof("message") == "registered"
-    assert (await call.read()).WhichOneof("message") == "plan", "everything is confirmed"
-    call.cancel()
 
 
 @pytest.mark.parametrize("confirm_seconds", [0.05])
@@ -427,14 +347,3 @@ async def test_a_call_that_arrived_before_learns_that_the_primary_was_replaced(s
     server.gate.close(ELSEWHERE)
     server.parts.turns.resume()
     assert isinstance(await answer, NotPrimaryError)
-
-
-async def test_calls_that_wait_for_a_turn_are_ended(server: ReplicatedServer) -> None:
-    server.parts.turns.hold()
-    calls = [asyncio.create_task(error_of(create(server, f"p{number}"))) for number in range(3)]
-    await until(lambda: server.parts.turns.num_waiting == 3)
-    server.gate.close(ELSEWHERE)
-    server.parts.turns.reject_all(ELSEWHERE)
-    for error in await asyncio.gather(*calls):
-        assert isinstance(error, NotPrimaryError)
-    assert not server.last_position

@@ -1,7 +1,6 @@
 """Two real servers of a shard and a real etcd: what sessions, ranks and watchers see when a server dies or stops."""
 
 import json
-import re
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,14 +12,10 @@ from typing import Self
 import pytest
 
 from kvpool.client import (
-    AbortedError,
-    Client,
     FullAttentionSpec,
     KVCacheGroup,
     KvpoolError,
     PoolConfig,
-    PoolState,
-    PrefixIndex,
     Session,
     connect,
 )
@@ -34,16 +29,13 @@ from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import Pair
 from support.paths import ROOT
 from support.waiting import DEADLINE_SECONDS
-from support.workers import ready, worker_processes
 
 pytestmark = needs_etcd
 
 CONFIG = PoolConfig(PoolName("m"), 500, 4096, (KVCacheGroup(FullAttentionSpec(16), ("layer",)),), enable_events=True)
 PROMPT = list(range(160))
-PATIENT_PRIMARY = ("--standby-timeout-seconds", "60")
-"""For tests in which a standby must stay in sync although the machine is busy."""
-PATIENT = ("--takeover-seconds", "60", *PATIENT_PRIMARY)
-"""For tests in which a server must not lose its role because the machine is busy."""
+PATIENT = ("--takeover-seconds", "60", "--standby-timeout-seconds", "60")
+"""A server must not lose its role because the machine is busy."""
 
 
 @contextmanager
@@ -56,25 +48,14 @@ def a_pair(etcd: EtcdCluster, folder: Path, *options: str) -> Iterator[Pair]:
         pair.close()
 
 
-@pytest.fixture
-def pair(request: pytest.FixtureRequest, etcd: EtcdCluster, tmp_path: Path) -> Iterator[Pair]:
-    """A pair in sync. Its options are `PATIENT`, or the parameter: a tuple."""
-    with a_pair(etcd, tmp_path, *getattr(request, "param", PATIENT)) as pair:
+@contextmanager
+def working(etcd: EtcdCluster, folder: Path, *options: str) -> Iterator[tuple[Pair, "Work"]]:
+    """A pair in sync, with a session whose lease does not expire while a busy machine restarts servers."""
+    with a_pair(etcd, folder, *options, *PATIENT) as pair:
         pair.start()
-        yield pair
-
-
-@pytest.fixture
-def client(pair: Pair) -> Iterator[Client]:
-    with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
-        yield client
-
-
-@pytest.fixture
-def session(client: Client) -> Session:
-    """A session of a pool of its own. Its lease does not expire while a busy machine restarts servers."""
-    client.create_pool(CONFIG)
-    return client.open_session("m", lease_seconds=300)
+        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+            client.create_pool(CONFIG)
+            yield pair, Work(client.open_session("m", lease_seconds=300))
 
 
 class Work:
@@ -151,76 +132,35 @@ class Stepper:
                 self._stepped.notify_all()
 
 
-def test_a_killed_primary_is_replaced_block_for_block(pair: Pair, session: Session) -> None:
-    work = Work(session)
-    for _ in range(20):
+def test_a_killed_primary_is_replaced_block_for_block(etcd: EtcdCluster, tmp_path: Path) -> None:
+    with working(etcd, tmp_path) as (pair, work):
+        for _ in range(20):
+            work.step()
+        before = contents(pair)
+        term = pair.wait_in_sync()
+        killed = pair.primary()
+        killed.kill()
+        assert contents(pair) == before
+        assert pair.primary() is pair.other(killed)
         work.step()
-    before = contents(pair)
-    term = pair.wait_in_sync()
-    killed = pair.primary()
-    killed.kill()
-    assert contents(pair) == before
-    assert pair.primary() is pair.other(killed)
-    work.step()
-    work.check()
-    killed.start()
-    assert pair.wait_in_sync() > term
-    assert pair.standby() is killed
-
-
-@pytest.mark.slow
-def test_sessions_step_on_through_kills_of_every_server(pair: Pair, session: Session) -> None:
-    work = Work(session)
-    with Stepper(work) as stepper:
-        for _ in range(3):
-            pair.wait_in_sync()
-            killed = pair.primary()
-            killed.kill()
-            stepper.wait(20)
-            killed.start()
-            pair.wait_in_sync()
-            standby = pair.standby()
-            standby.kill()
-            stepper.wait(20)
-            standby.start()
-            pair.wait_in_sync()
-    work.check()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", [PATIENT_PRIMARY], indirect=True)
-def test_a_stopped_primary_is_deposed_and_comes_back_as_a_standby(pair: Pair, session: Session) -> None:
-    work = Work(session)
-    term = pair.wait_in_sync()
-    stopped = pair.primary()
-    with Stepper(work) as stepper:
-        stopped.pause()
-        stepper.wait(20)
-        stopped.resume()
-        stepper.wait(20)
+        work.check()
+        killed.start()
         assert pair.wait_in_sync() > term
-        stepper.wait(20)
-    work.check()
-    assert len(stopped.processes) == 1
-    assert stopped.is_alive
+        assert pair.standby() is killed
 
 
 @pytest.mark.slow
 def test_a_hand_over_fails_no_call(etcd: EtcdCluster, tmp_path: Path) -> None:
-    with a_pair(etcd, tmp_path, *PATIENT) as pair:
-        pair.start()
-        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
-            client.create_pool(CONFIG)
-            work = Work(client.open_session("m", lease_seconds=300))
-            with Stepper(work) as stepper:
-                for _ in range(4):
-                    stopped = pair.primary()
-                    assert stopped.process.stop() == 0
-                    stepper.wait(20)
-                    assert pair.primary() is pair.other(stopped)
-                    stopped.start()
-                    pair.wait_in_sync()
-            work.check()
+    with working(etcd, tmp_path) as (pair, work):
+        with Stepper(work) as stepper:
+            for _ in range(4):
+                stopped = pair.primary()
+                assert stopped.process.stop() == 0
+                stepper.wait(20)
+                assert pair.primary() is pair.other(stopped)
+                stopped.start()
+                pair.wait_in_sync()
+        work.check()
 
 
 @pytest.mark.slow
@@ -248,170 +188,36 @@ def test_an_upgrade_to_another_core_keeps_sessions(etcd: EtcdCluster, tmp_path: 
     with (tmp_path / "new/kvpool/core/state.py").open("a") as source:
         source.write("# a later version\n")
     program, upgraded = ("/usr/bin/env", processes.KVPOOL), {"PYTHONPATH": str(tmp_path / "new")}  # with fresh imports
-    with a_pair(etcd, tmp_path, *PATIENT) as pair:
-        pair.start()
-        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
-            client.create_pool(CONFIG)
-            work = Work(client.open_session("m", lease_seconds=300))
-            work.step()
-            old, new = pair.primary(), pair.standby()
-            new.kill()
-            new.start(program, upgraded).wait_for("OTHER_VERSION")
-            with Stepper(work) as stepper:
-                assert old.process.stop() == 0
-                stepper.wait(20)
-                assert pair.primary() is new
-                old.start(program, upgraded)
-                pair.wait_in_sync()
-                stepper.wait(20)
-            work.check()
-
-
-@pytest.mark.slow
-def test_ranks_stay_and_their_pool_is_never_suspended(pair: Pair, tmp_path: Path) -> None:
-    with worker_processes(tmp_path) as workers, connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
-        ranks = [workers.start(pair.seeds, rank, 2) for rank in range(2)]
-        for rank in ranks:
-            rank.wait_for(ready(r"\d+"))
-        session = client.open_session("m", lease_seconds=300)
-        request = session.request("r", token_ids=PROMPT)
-        assert session.admit(request)
-        session.mark_executed()
-        for _ in range(3):
-            pair.wait_in_sync()
-            killed = pair.primary()
-            killed.kill()
-            with AdminClient(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as admin:
-                (pool,) = admin.overview().pools
-            assert (pool.state, pool.epoch) == (PoolState.POOL_STATE_READY, session.epoch)
-            request.append([1])
-            assert session.allocate_slots(request, 1)
-            session.mark_executed()
-            killed.start()
-            pair.wait_in_sync()
-        session.free(request)
-        session.close()
-        for rank in ranks:
-            assert rank.is_alive
-            assert sum("rank ready" in line for line in rank.lines) == 1
-        processes = [*ranks, *(process for server in pair.servers for process in server.processes)]
-        lines = [line for process in processes for line in process.lines]
-        assert not [line for line in lines if "pool degraded" in line or "epoch passed" in line]
-
-
-@pytest.mark.slow
-def test_a_pool_is_not_suspended_while_its_ranks_get_no_answers(etcd: EtcdCluster, tmp_path: Path) -> None:
-    """They look for another primary, in case that this one was replaced, and join it again."""
-    options = ("--min-in-sync", "2", "--confirm-seconds", "0.5", "--heartbeat-seconds", "0.2")
-    with a_pair(etcd, tmp_path, *options, *PATIENT) as pair, worker_processes(tmp_path) as workers:
-        pair.start()
-        rank = workers.start(pair.seeds, 0, 1)
-        rank.wait_for(ready(r"\d+"))
-        primary, standby = pair.primary(), pair.standby()
-        standby.kill()
-        primary.process.wait_for("rank registered", 4)
-        standby.start()
-        pair.wait_in_sync()
-        rank.wait_for("server back")
-        lines = [line for process in (rank, primary.process) for line in process.lines]
-        assert not [line for line in lines if re.search("rank (lost|silent)|pool degraded", line)]
-
-
-@pytest.mark.slow
-def test_a_watch_of_events_goes_on(pair: Pair, client: Client, session: Session) -> None:
-    index, is_at = PrefixIndex(), threading.Condition()
-    errors: list[KvpoolError] = []
-
-    def follow() -> None:
-        try:
-            for batch in client.watch("m", snapshot=True, heartbeat_seconds=1.0):
-                with is_at:
-                    index.apply(batch)
-                    is_at.notify_all()
-        except KvpoolError as error:  # the client is closed at the end
-            errors.append(error)
-
-    threading.Thread(target=follow, daemon=True).start()
-    for i in range(4):
-        request = session.request(f"r{i}", token_ids=[i] * 160)
-        assert session.admit(request)
-        session.mark_executed()
-        with is_at:
-            found = is_at.wait_for(
-                lambda hashes=request.hashes: index.num_prefix_blocks(hashes) == 10,  # type: ignore[misc]
-                DEADLINE_SECONDS,
-            )
-            assert found, (i, index, errors)
-        pair.wait_in_sync()
-        killed = pair.primary()
-        killed.kill()
-        killed.start()
-
-
-@pytest.mark.slow
-def test_the_journals_of_both_continue_the_sessions(pair: Pair, session: Session) -> None:
-    work = Work(session)
-    for _ in range(20):
+    with working(etcd, tmp_path) as (pair, work):
         work.step()
-    before = contents(pair)
-    for server in pair.servers:
-        server.kill()
-    pair.start()
-    assert contents(pair) == before
-    work.step()
-    work.check()
-
-
-@pytest.mark.slow
-def test_the_loss_of_both_states_is_told(pair: Pair, client: Client, session: Session) -> None:
-    work = Work(session)
-    work.step()
-    for server in pair.servers:
-        server.kill()
-    pair.delete_state()
-    pair.start()
-    with pytest.raises(AbortedError) as caught:
-        work.step()
-    assert caught.value.reason == "JOURNAL_DROPPED"
-    client.create_pool(CONFIG)
-    assert client.open_session("m").epoch > session.epoch
-
-
-@pytest.mark.parametrize("other", ["/elsewhere", "/{name} --shard other"])
-def test_the_journal_of_another_shard_is_refused(etcd: EtcdCluster, tmp_path: Path, other: str) -> None:
-    with a_pair(etcd, tmp_path) as pair:
-        server = pair.servers[0]
-        server.start()
-        pair.primary()
-        server.kill()
-        path, *options = other.format(name=tmp_path.name).split()
-        third = Pair(tmp_path, f"etcd://{etcd.nodes[0].endpoint}{path}", options).servers[0]
-        process = third.start()
-        assert process.end() != 0
-        (line,) = [line for line in process.lines if line.startswith("Error: ")]
-        assert "belongs to shard" in line
-        assert not bugs_in("".join(process.lines))
+        old, new = pair.primary(), pair.standby()
+        new.kill()
+        new.start(program, upgraded).wait_for("OTHER_VERSION")
+        with Stepper(work) as stepper:
+            assert old.process.stop() == 0
+            stepper.wait(20)
+            assert pair.primary() is new
+            old.start(program, upgraded)
+            pair.wait_in_sync()
+            stepper.wait(20)
+        work.check()
 
 
 @pytest.mark.slow
 def test_without_etcd_steps_go_on_until_a_server_dies_too(tmp_path: Path) -> None:
-    with etcd_cluster() as etcd, a_pair(etcd, tmp_path, "--confirm-seconds", "0.5", *PATIENT) as pair:
-        pair.start()
-        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
-            client.create_pool(CONFIG)
-            work = Work(client.open_session("m", lease_seconds=300))
-            (node,) = etcd.nodes
-            node.stop()
-            pair.primary().process.wait_for("directory cannot be used")
-            for _ in range(50):
-                work.step()
-            pair.standby().kill()
-            with connect(pair.seeds, deadline_seconds=3.0) as other, pytest.raises(KvpoolError) as caught:
-                until_answered(lambda: other.open_session("m"))
-            assert caught.value.reason == "NOT_CONFIRMED"
-            etcd.start(node)
+    with etcd_cluster() as etcd, working(etcd, tmp_path, "--confirm-seconds", "0.5") as (pair, work):
+        (node,) = etcd.nodes
+        node.stop()
+        pair.primary().process.wait_for("directory cannot be used")
+        for _ in range(50):
             work.step()
-            work.check()
+        pair.standby().kill()
+        with connect(pair.seeds, deadline_seconds=3.0) as other, pytest.raises(KvpoolError) as caught:
+            until_answered(lambda: other.open_session("m"))
+        assert caught.value.reason == "NOT_CONFIRMED"
+        etcd.start(node)
+        work.step()
+        work.check()
 
 
 @pytest.mark.slow

@@ -1,9 +1,7 @@
 """Servers of a shard with real sockets and journals: the standbys have the state of the primary."""
 
 import asyncio
-import logging
-import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -12,39 +10,24 @@ import pytest
 
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server.cluster.facts import Role
-from kvpool.server.cluster.messages import (
-    VERSION,
-    Hello,
-    Welcome,
-    acknowledgement,
-    core_fingerprint,
-    to_frame,
-)
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import DamageError
-from kvpool.wire.address import host_and_port
 from support.core import config
-from support.directory import member_of
-from support.journal import Traffic, recovered
+from support.journal import Traffic
 from support.memory_directory import Fate, Store
-from support.replicas import PlayedStandby, ReplicaServer, damage, encoded, servers_of_a_shard
+from support.replicas import ReplicaServer, servers_of_a_shard
 from support.waiting import DEADLINE_SECONDS, until
 
 CONFIG = config(60, enable_events=True)
 
 
-@pytest.fixture(name="logged")
-def fixture_logged(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    with caplog.at_level(logging.INFO, "kvpool.server.cluster"):
-        yield caplog
-
-
-def count(logged: pytest.LogCaptureFixture, message: str) -> int:
-    return sum(record.msg == message for record in logged.records)
-
-
 def traffic_of(server: ReplicaServer, pool: PoolConfig = CONFIG, seed: int = 1) -> Traffic:
     return Traffic(server.state, pool, seed)
+
+
+async def hand_over(server: ReplicaServer, calls: list[str]) -> bool:
+    """Hands over; `calls` are those of the server that the hand-over makes."""
+    return await server.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
 
 
 async def assert_in_sync(primary: ReplicaServer, *standbys: ReplicaServer) -> None:
@@ -69,79 +52,6 @@ async def test_standbys_have_the_state_of_the_primary_after_every_change(
         assert all(standby.role is Role.STANDBY for standby in standbys)
 
 
-async def test_a_server_on_a_copied_folder_is_another_standby(tmp_path: Path) -> None:
-    """The copy of a standby's folder, while the standby runs. Each of the three is in sync, and one takes over."""
-    store = Store()
-    async with servers_of_a_shard(tmp_path, 2, store) as (primary, standby):
-        traffic = traffic_of(primary)
-        for _ in range(20):
-            traffic.change()
-        await assert_in_sync(primary, standby)
-        shutil.copytree(standby.folder, tmp_path / "copy")
-        copy = ReplicaServer(tmp_path / "copy", store)
-        try:
-            assert len({server.shard.me.member_id for server in (primary, standby, copy)}) == 3
-            await copy.start()
-            await until(lambda: primary.num_in_sync() == 3)
-            traffic.change()
-            await assert_in_sync(primary, standby, copy)
-            await primary.die()
-            await until(lambda: standby.is_primary() or copy.is_primary())
-            await until(lambda: {standby.role, copy.role} == {Role.PRIMARY, Role.STANDBY})
-            assert {standby.shard.replica.known_term, copy.shard.replica.known_term} == {2}
-        finally:
-            await copy.die()
-
-
-async def test_a_standby_that_was_cut_off_resumes_without_a_snapshot(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
-    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
-        traffic = traffic_of(primary)
-        for _ in range(20):
-            traffic.change()
-        await assert_in_sync(primary, standby)
-        standby.directory.is_up = False  # its takeover is sent after the primary has removed it
-        (link,) = primary.shard.replicator.connections.values()
-        link.abort()
-        await until(lambda: primary.num_in_sync() == 1)
-        for _ in range(20):
-            traffic.change()
-        assert await standby.encoded() != await primary.encoded()
-        standby.directory.is_up = True
-        await until(lambda: primary.num_in_sync() == 2)
-        traffic.change()
-        await assert_in_sync(primary, standby)
-        assert [record.__dict__["resumes"] for record in logged.records if record.msg == "standby connected"] == [
-            False,
-            True,
-        ]
-        assert count(logged, "snapshot loaded") == 1
-        assert standby.shard.num_takeovers == 0
-
-
-async def test_a_snapshot_is_loaded_while_records_are_appended(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
-    store = Store()
-    async with servers_of_a_shard(tmp_path, 1, store) as (primary,):
-        traffic = traffic_of(primary)
-        for _ in range(50):
-            traffic.change()
-        standby = ReplicaServer(tmp_path / "joins", store)
-        try:
-            await standby.start()
-            async with asyncio.timeout(DEADLINE_SECONDS):
-                while primary.num_in_sync() < 2:
-                    traffic.change()
-                    await asyncio.sleep(0)
-            await assert_in_sync(primary, standby)
-        finally:
-            await standby.die()
-    assert count(logged, "snapshot loaded") == count(logged, "standby connected") == 1
-    assert not count(logged, "primary not understood")
-
-
 async def test_a_standby_that_stops_reading_is_left_behind(tmp_path: Path) -> None:
     async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
         traffic = traffic_of(primary)
@@ -157,67 +67,6 @@ async def test_a_standby_that_stops_reading_is_left_behind(tmp_path: Path) -> No
         link._transport.resume_reading()
         await until(lambda: primary.num_in_sync() == 2)
         await assert_in_sync(primary, standby)
-
-
-async def test_a_standby_that_only_repeats_an_acknowledgement_is_left_behind(tmp_path: Path) -> None:
-    async with servers_of_a_shard(tmp_path, 1, Store()) as (primary,):
-        traffic, other = traffic_of(primary), member_of("other")
-        address = host_and_port("replication_address", primary.shard.me.replication_address)
-        standby = PlayedStandby(*await asyncio.open_connection(*address))
-        hello = Hello(VERSION, primary.shard.name, core_fingerprint(), "", other, 1, 0, NOTHING)
-        standby.send(to_frame(hello))
-        welcome = await standby.answer()
-        assert isinstance(welcome, Welcome)
-        await standby.snapshot()
-        await until(lambda: primary.shard.replicator.connections[other.member_id].is_live)
-        standby.send(acknowledgement(welcome.position))
-        await until(lambda: primary.num_in_sync() == 2)
-        primary.shard.replica.standbys._timeout_seconds = 0.2
-        traffic.change()
-        answered = asyncio.create_task(primary.shard.gate.wait(None))
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not answered.done():
-                standby.send(acknowledgement(welcome.position))
-                await asyncio.wait([answered], timeout=0.01)
-        await answered
-        assert primary.num_in_sync() == 1
-        standby.close()
-
-
-async def test_a_standby_whose_state_differs_leaves_and_loads_a_snapshot(
-    tmp_path: Path, logged: pytest.LogCaptureFixture
-) -> None:
-    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
-        traffic = traffic_of(primary)
-        for _ in range(10):
-            traffic.change()
-        await assert_in_sync(primary, standby)
-        damage(standby.state)
-        async with asyncio.timeout(DEADLINE_SECONDS):
-            while not count(logged, "state differs from the primary's"):
-                traffic.change()
-                await primary.shard.gate.wait(None)
-        await until(lambda: primary.num_in_sync() == 2 and count(logged, "snapshot loaded") == 2)
-        for _ in range(30):
-            traffic.change()
-        await assert_in_sync(primary, standby)
-        assert (primary.role, standby.role) == (Role.PRIMARY, Role.STANDBY)
-        assert count(logged, "state differs from the primary's") == 1
-
-
-async def test_the_journal_of_a_standby_has_its_state(tmp_path: Path) -> None:
-    async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
-        traffic = traffic_of(primary)
-        await until(lambda: standby.journal.counts.is_up)
-        for _ in range(100):
-            traffic.change()
-        await assert_in_sync(primary, standby)
-        expected = await primary.encoded()
-        await standby.die()
-        recovery = recovered(tmp_path / "s1")
-        assert recovery.num_records > 50
-        assert not recovery.dropped
-        assert encoded(recovery.state) == expected
 
 
 async def test_standbys_take_over_in_turn_and_old_primaries_join_again(tmp_path: Path) -> None:
@@ -296,7 +145,7 @@ async def test_a_primary_hands_over(tmp_path: Path) -> None:
         await assert_in_sync(primary, *standbys)
         expected = await primary.encoded()
         calls: list[str] = []
-        assert await primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert await hand_over(primary, calls)
         assert calls == ["hold"]
         assert primary.deposed
         assert primary.deposed.term == 2
@@ -311,16 +160,16 @@ async def test_a_primary_hands_over(tmp_path: Path) -> None:
 
 async def test_a_primary_without_a_standby_does_not_hand_over(tmp_path: Path) -> None:
     async with servers_of_a_shard(tmp_path, 1, Store()) as (primary,):
-        assert not await primary.shard.hand_overs.run(lambda: pytest.fail("held"), lambda: pytest.fail("resumed"))
-        assert primary.role is Role.PRIMARY
+        calls: list[str] = []
+        assert not await hand_over(primary, calls)
+        assert (primary.role, calls) == (Role.PRIMARY, [])
 
 
 async def test_hand_overs_wait_for_each_other(tmp_path: Path) -> None:
     async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, standby):
         primary.directory.is_up = False
         calls: list[str] = []
-        hand_over = partial(primary.shard.hand_overs.run, lambda: calls.append("hold"), lambda: calls.append("resume"))
-        first, second = (asyncio.create_task(hand_over()) for _ in range(2))
+        first, second = (asyncio.create_task(hand_over(primary, calls)) for _ in range(2))
         await until(lambda: calls)
         assert calls == ["hold"]
         first.cancel()
@@ -334,9 +183,7 @@ async def test_a_primary_continues_if_the_caller_of_a_hand_over_goes(tmp_path: P
     async with servers_of_a_shard(tmp_path, 2, Store()) as (primary, _):
         primary.directory.is_up = False
         calls: list[str] = []
-        handing_over = asyncio.create_task(
-            primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
-        )
+        handing_over = asyncio.create_task(hand_over(primary, calls))
         await until(lambda: calls)
         handing_over.cancel()
         await asyncio.gather(handing_over, return_exceptions=True)
@@ -374,7 +221,7 @@ async def test_a_server_of_another_version_gets_the_state_when_the_primary_hands
         assert (primary.num_in_sync(), other.shard.client.position) == (1, NOTHING)
         expected = await primary.encoded()
         calls: list[str] = []
-        assert await primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert await hand_over(primary, calls)
         assert calls == ["hold"]
         await until(other.is_primary)
         assert await other.encoded() == expected
@@ -389,7 +236,7 @@ async def test_standbys_of_the_same_version_are_preferred(tmp_path: Path, monkey
         servers_of_a_shard(tmp_path, 2, store) as (primary, standby),
         another_version(tmp_path, store, monkeypatch, primary),
     ):
-        assert await primary.shard.hand_overs.run(lambda: None, lambda: None)
+        assert await hand_over(primary, [])
         await until(standby.is_primary)
 
 
@@ -410,7 +257,7 @@ async def test_a_server_of_another_version_that_cannot_load_the_state_changes_no
             "kvpool.server.cluster.hand_overs._COPY_SECONDS", 3600.0
         )  # the end of its connection ends it
         calls: list[str] = []
-        assert not await primary.shard.hand_overs.run(lambda: calls.append("hold"), lambda: calls.append("resume"))
+        assert not await hand_over(primary, calls)
         assert calls == ["hold", "resume"]
         assert (primary.role, other.role) == (Role.PRIMARY, Role.STANDBY)
         traffic_of(primary).change()
