@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.effects import (
     Effect,
@@ -34,6 +35,7 @@ from kvpool.core.ranks.messages import (
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
+from support.refusals import Caught, Kind, refused
 
 LAYER = FullAttentionSpec(16, 2, 64, "bfloat16")
 LAYERS = {f"layer.{i}": LAYER for i in range(2)}
@@ -124,12 +126,16 @@ class Gathering:
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
+    def allocate_all(self, *links: LinkId) -> None:
+        """Answers the newest plan of each link, with all blocks."""
+        for link in links:
+            self.allocate(link)
+
     def form(self, world_size: int = 2, **said: object) -> list[LinkId]:
         """Forms a pool of equal ranks."""
         base = replace(registration(), world_size=world_size, **said)  # type: ignore[arg-type]
         links = [self.register(replace(base, rank=Rank(rank), boot_id=f"process-{rank}")) for rank in range(world_size)]
-        for link in links:
-            self.allocate(link)
+        self.allocate_all(*links)
         return links
 
     def beat(self, *links: LinkId) -> None:
@@ -165,6 +171,10 @@ class Gathering:
             members.registry.rank_infos(),
             repr(members),
         )
+
+    def refuses(self, kind: Kind = InvalidArgumentError, **error: str | None) -> AbstractContextManager[Caught]:
+        """Expects an error that changes nothing; see `refused`."""
+        return refused(kind, state=self.snapshot, **error)
 
     def do(self, effects: list[Effect]) -> None:
         """Carries out effects as a server does."""

@@ -12,7 +12,7 @@ from kvpool.core.errors import ExhaustedError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.memory_probe import QUANTUM_BYTES, RESERVE_BYTES, TABLE_BYTES, MemoryProbe
 from kvpool.core.steps.columns import Operation
-from support.core import World
+from support.core import World, opened
 
 _TOO_MUCH = 2**62
 
@@ -59,12 +59,11 @@ def test_a_small_change_uses_memory_that_was_freed_but_not_returned(monkeypatch:
 
 
 def test_a_pool_with_memory_for_all_blocks_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(20)
-    session = world.open()
+    world, session = opened(20)
     world.admit(session, 1, "a", 17)
     taken = list[int]()
     monkeypatch.setattr(MemoryProbe, "reserve", lambda _, num_bytes, *__: taken.append(num_bytes))
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_appended_tokens=[1], num_new_tokens=[4])
+    world.allocate(session, 1, 4, num_appended_tokens=[1])
     assert taken == []
 
 
@@ -115,8 +114,7 @@ CHANGES: dict[str, Callable[[World], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    world = World(20)
+def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, change: str, world: World) -> None:
     world.admit(world.open(), 1, "ab", 8)
     before = world.snapshot()
 
@@ -137,8 +135,7 @@ def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, cha
 def test_an_epoch_without_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, command: commands.PassEpoch | None
 ) -> None:
-    world = World(20)
-    session = world.open()
+    world, session = opened(20)
     world.admit(session, 1, "ab", 8)
     before = world.snapshot()
 

@@ -30,7 +30,7 @@ from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation
 from support.core import World, block_hashes, config
 from support.journal import Traffic, assert_alike
-from support.state import DrivenState
+from support.state import DrivenState, restored
 
 
 @pytest.fixture(autouse=True)
@@ -91,10 +91,7 @@ def test_an_equal_state_is_made_of_a_snapshot(seed: int) -> None:
     traffic = Traffic(state, config(30, enable_events=seed % 2 > 0), seed)
     for _ in range(60):
         traffic.change()
-    made = DrivenState()
-    with state.snapshot() as snapshot:
-        made.restore(snapshot)
-    assert_alike(state, made)
+    assert_alike(state, restored(state))
 
 
 def test_the_cache_is_reset_several_times_while_a_snapshot_is_read() -> None:
@@ -154,9 +151,7 @@ def test_a_state_that_is_replaced_is_the_other_one_in_the_same_objects() -> None
             traffic.change()
     other.drain(None)
     other.lose_sessions()
-    expected = DrivenState()
-    with other.snapshot() as snapshot:
-        expected.restore(snapshot)
+    expected = restored(other)
     pools, sessions, lifetimes = state.pools, state.sessions, state.new_block_lifetimes
     state.replace(other)
     assert_alike(expected, state)
@@ -180,10 +175,7 @@ def test_a_state_can_be_replaced_while_a_snapshot_of_it_is_read() -> None:
         state.replace(other)
         read.restore(snapshot)
     assert_alike(before, read)
-    with state.snapshot() as snapshot:
-        made = DrivenState()
-        made.restore(snapshot)
-    assert_alike(state, made)
+    assert_alike(state, restored(state))
 
 
 CHANGES: dict[str, Callable[[World, Session], object]] = {

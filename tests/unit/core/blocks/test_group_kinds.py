@@ -26,8 +26,9 @@ from kvpool.core.specs.kinds import (
 )
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import STEP, World, admit, block_hashes, config, request_of
+from support.core import STEP, World, admit, block_hashes, config, opened, request_of
 from support.integrity import check_integrity
+from support.refusals import refused
 
 FULL = FullAttentionSpec(4)
 WINDOW = SlidingWindowSpec(4, sliding_window=6)  # at most two blocks before the next token
@@ -163,9 +164,8 @@ def test_a_circular_buffer_is_one_block_that_is_never_cached() -> None:
 
 
 def test_a_pool_of_circular_buffers_cannot_cache() -> None:
-    with pytest.raises(InvalidArgumentError, match="no group has blocks that can be hit") as caught:
+    with refused(field="config.disable_caching", match="no group has blocks that can be hit"):
         pool_of(CircularBufferSpec(4))
-    assert caught.value.field == "config.disable_caching"
     pool = pool_of(CircularBufferSpec(4), enable_caching=False)
     assert tables(fill(pool, "abc", 12)) == [[1]]
 
@@ -306,8 +306,7 @@ def test_events_of_a_window_contain_only_held_blocks() -> None:
 
 
 def mixed_world() -> tuple[World, Session]:
-    world = World(40, specs=[FULL, WINDOW])
-    session = world.open()
+    world, session = opened(40, specs=[FULL, WINDOW])
     world.admit(session, 1, "abcdef", 24)
     return world, session
 
@@ -340,14 +339,7 @@ def test_blocks_that_cannot_be_a_hit_are_refused(hit_blocks: list[list[int]], wo
     assert lookup(world, session, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
     before = world.snapshot()
     with pytest.raises(InvalidArgumentError, match=words):
-        world.run(
-            session,
-            Operation.ALLOCATE,
-            request_numbers=[2],
-            num_new_tokens=[4],
-            num_block_ids=[len(ids) for ids in hit_blocks],
-            block_ids=[block_id for ids in hit_blocks for block_id in ids],
-        )
+        world.allocate(session, 2, 4, hit=hit_blocks)
     assert world.snapshot() == before
 
 
@@ -356,36 +348,22 @@ def test_a_hit_evicted_in_any_group_is_a_changed_hit(group_id: int) -> None:
     world, session = mixed_world()
     hit_blocks = lookup(world, session, 2, "abcdeX", 24)
     world.run(session, Operation.EVICT, num_block_ids=[1, 0], block_ids=[hit_blocks[group_id][4]])
-    result = world.run(
-        session,
-        Operation.ALLOCATE,
-        request_numbers=[2],
-        num_new_tokens=[4],
-        num_block_ids=[len(ids) for ids in hit_blocks],
-        block_ids=[block_id for ids in hit_blocks for block_id in ids],
-    )
+    result = world.allocate(session, 2, 4, hit=hit_blocks)
     assert (result.outcomes, result.num_hit_tokens) == ([Outcome.HIT_CHANGED], [16])
-    check_integrity(world.pool, world.sessions())
 
 
 def test_rejected_tokens_must_be_within_held_blocks() -> None:
     world, session = mixed_world()
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[4])  # frees blocks 0 to 3 of the window
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError, match="reach back behind a window") as caught:
+    world.allocate(session, 1, 4)  # frees blocks 0 to 3 of the window
+    with world.refuses(field="num_rejected_tokens[0]", match="reach back behind a window"):
         world.run(session, Operation.APPEND, request_numbers=[1], num_rejected_tokens=[8])
-    assert caught.value.field == "num_rejected_tokens[0]"
-    assert world.snapshot() == before
     world.run(session, Operation.APPEND, request_numbers=[1], num_rejected_tokens=[7])
 
 
 def test_encoder_tokens_out_of_range_are_refused() -> None:
     world, session = mixed_world()
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError) as caught:
-        world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_encoder_tokens=[2**31])
-    assert caught.value.field == "num_encoder_tokens[0]"
-    assert world.snapshot() == before
+    with world.refuses(field="num_encoder_tokens[0]"):
+        world.allocate(session, 1, 1, num_encoder_tokens=[2**31])
 
 
 def test_another_session_hits_mixed_groups_only_after_execution() -> None:
@@ -401,32 +379,22 @@ def test_another_session_hits_mixed_groups_only_after_execution() -> None:
 def test_an_ended_session_withdraws_unexecuted_blocks_of_all_groups() -> None:
     world, session = mixed_world()
     other = world.open()
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[1])
+    world.allocate(session, 1, 1)
     world.allocator.close_session(session.session_id, world.now_seconds)
     assert (len(world.pool.blocks.prefix_map), world.pool.blocks.num_free_blocks) == (0, 39)
     assert lookup(world, other, 1, "abcdeX", 24) == [[], []]
-    check_integrity(world.pool, world.sessions())
 
 
 def test_a_hit_with_a_block_of_another_group_is_a_changed_hit() -> None:
-    world = World(40, specs=[FULL, FULL])
-    session = world.open()
+    world, session = opened(40, specs=[FULL, FULL])
     world.admit(session, 1, "abc", 12)
     assert lookup(world, session, 2, "abX", 12) == [[1, 2], [4, 5]]
-    result = world.run(
-        session,
-        Operation.ALLOCATE,
-        request_numbers=[2],
-        num_new_tokens=[4],
-        num_block_ids=[2, 2],
-        block_ids=[4, 5, 1, 2],
-    )
+    result = world.allocate(session, 2, 4, num_block_ids=[2, 2], block_ids=[4, 5, 1, 2])
     assert (result.outcomes, result.block_ids) == ([Outcome.HIT_CHANGED], [1, 2, 4, 5])
 
 
 def test_a_request_of_cross_attention_alone_is_admitted_once() -> None:
-    world = World(40, specs=[CrossAttentionSpec(4)], enable_caching=False)
-    session = world.open()
+    world, session = opened(40, specs=[CrossAttentionSpec(4)], enable_caching=False)
     world.admit(session, 1, "", 100)  # no encoder tokens: admitted, and holds no block
     before = world.snapshot()
     for operation in (Operation.ADMIT, Operation.LOOKUP):
@@ -439,13 +407,9 @@ def test_a_request_of_cross_attention_alone_is_admitted_once() -> None:
 
 
 def test_operations_times_groups_are_bounded() -> None:
-    world = World(40, specs=[FULL] * 256)
-    session = world.open()
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError, match=r"1025 is not in \[0, 1024\]") as caught:
+    world, session = opened(40, specs=[FULL] * 256)
+    with world.refuses(field="operations", match=r"1025 is not in \[0, 1024\]"):
         world.run(session, *[Operation.EVICT] * 1025)
-    assert caught.value.field == "operations"
-    assert world.snapshot() == before
     world.run(session, *[Operation.EVICT] * 1024)
 
 

@@ -13,7 +13,7 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation
-from support.core import STEP, World, admit, config, request_of
+from support.core import STEP, admit, config, opened, request_of
 
 FULL = FullAttentionSpec(4)
 WINDOW = SlidingWindowSpec(4, sliding_window=9)
@@ -252,8 +252,7 @@ def test_events_contain_runs_with_their_parents() -> None:
 
 
 def test_a_hit_of_an_earlier_step_keeps_the_boundary_of_its_look_up() -> None:
-    world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
-    session = world.open()
+    world, session = opened(80, specs=[FULL, WINDOW], retention_tokens=0)
     world.admit(session, 1, "abcdef1xyz", 40)
     world.free(session, 1)
     world.run(
@@ -264,25 +263,17 @@ def test_a_hit_of_an_earlier_step_keeps_the_boundary_of_its_look_up() -> None:
         block_hashes=b"".join(request_of(world.pool, "abcdef2xyz", 40).hashes),
         request_ids=["r2"],
     )
-    world.run(session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[40])
+    world.allocate(session, 2, 40)
     request = session.requests[next(iter(session.requests))]
     assert (request.num_prompt_tokens, request.shared_prefix_boundary_tokens) == (40, 24)
     assert hashed(world.pool, request) == [block in {4, 5, 7, 8} for block in range(10)]
 
 
 def test_generated_tokens_are_not_part_of_the_prompt() -> None:
-    world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
-    session = world.open()
+    world, session = opened(80, specs=[FULL, WINDOW], retention_tokens=0)
     world.admit(session, 1, "abcdefghij", 38)
     more = request_of(world.pool, "abcdefghij", 40).hashes[-1]
-    world.run(
-        session,
-        Operation.ALLOCATE,
-        request_numbers=[1],
-        num_appended_tokens=[2],
-        num_new_tokens=[2],
-        block_hashes=more,
-    )
+    world.allocate(session, 1, 2, num_appended_tokens=[2], block_hashes=more)
     (request,) = session.requests.values()
     assert request.num_prompt_tokens == 38
     assert hashed(world.pool, request) == [block in {7, 8} for block in range(10)]

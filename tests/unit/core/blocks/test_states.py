@@ -11,8 +11,7 @@ from kvpool.core.ids import StepNumber
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
 from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import World, block_hashes, config, request_of
-from support.integrity import check_integrity
+from support.core import World, block_hashes, config, opened, request_of
 
 FULL = FullAttentionSpec(4)
 STATES = MambaSpec(4, only_step_ends=True)
@@ -78,8 +77,7 @@ def test_blocks_for_drafts_move_to_the_end(ends: list[int], tables: list[list[in
 @pytest.mark.parametrize(("launched", "outcome"), [(1, Outcome.NO_BLOCKS), (2, Outcome.OK), (0, Outcome.OK)])
 def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: int, outcome: Outcome) -> None:
     """Without reports each step counts as launched when the next one arrives."""
-    world = World(specs=[FULL, STATES], retention_tokens=None)
-    session = world.open()
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None)
     world.run(session, Operation.EVICT)
     filled: Any = {"num_appended_tokens": [8], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
     world.run(session, Operation.ADMIT, request_numbers=[1], **filled)
@@ -93,17 +91,15 @@ def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: i
     )
     assert result.outcomes == [outcome] * bool(outcome)
     assert (world.pool.blocks.num_free_blocks == free_blocks) is bool(outcome)
-    check_integrity(world.pool, world.sessions())
 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state(*, shares: bool) -> None:
     """As in vLLM 0.32, which takes the state for one that this step fills. 0.33 does not."""
-    world = World(specs=[FULL, STATES], retention_tokens=None, shares_read_states=shares)
-    session = world.open()
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None, shares_read_states=shares)
     known: Any = {"num_appended_tokens": [10], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
     world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[8], **known)
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_appended_tokens=[0])
+    world.allocate(session, 1, 2, num_appended_tokens=[0])
     known = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
     admit: Any = {"request_numbers": [2], "launched_sequence": 1, **known}
     assert world.run(session, Operation.ADMIT, **admit).outcomes == [Outcome.NO_BLOCKS] * (not shares)
@@ -114,16 +110,9 @@ def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state(*, shares: boo
 
 
 def test_external_tokens_are_refused() -> None:
-    world = World(specs=[FULL, STATES])
-    session = world.open()
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError, match="states at the ends of steps") as caught:
-        world.run(
-            session, Operation.ALLOCATE, request_numbers=[1], request_ids=["r"], num_appended_tokens=[12],
-            num_new_tokens=[4], num_external_tokens=[4], block_hashes=block_hashes("a", 3),
-        )  # fmt: skip
-    assert caught.value.field == "num_external_tokens[0]"
-    assert world.snapshot() == before
+    world, session = opened(specs=[FULL, STATES])
+    with world.refuses(field="num_external_tokens[0]", match="states at the ends of steps"):
+        world.declare(session, Operation.ALLOCATE, 1, "a", 12, num_new_tokens=[4], num_external_tokens=[4])
 
 
 def test_a_hit_of_a_request_whose_session_the_pool_does_not_know_waits_for_published_states_only() -> None:
@@ -159,16 +148,13 @@ def test_a_block_that_a_step_begins_within_and_passes_is_not_cached(
 def test_a_request_does_not_go_back_to_before_a_cached_state(cached: int) -> None:
     """The next step would overwrite it. A state within a block is one that a hit can end with."""
     partial: Any = {"prefix_match_unit": 4, "partial_hits": True}
-    world = World(specs=[FULL, replace(STATES, block_size=8)], **partial)
-    session = world.open()
+    world, session = opened(specs=[FULL, replace(STATES, block_size=8)], **partial)
     known: Any = {"num_appended_tokens": [cached + 1], "block_hashes": block_hashes("ab", cached // 4)}
     admit: Any = {"request_numbers": [1], "request_ids": ["r"], "num_new_tokens": [cached], **known}
     world.run(session, Operation.ADMIT, **admit)
     before = world.snapshot()
     with pytest.raises(InvalidArgumentError, match="before a cached state"):
-        world.run(
-            session, Operation.ALLOCATE, request_numbers=[1], num_rejected_tokens=[cached - 3], num_new_tokens=[1]
-        )
+        world.allocate(session, 1, 1, num_rejected_tokens=[cached - 3])
     assert world.snapshot() == before
 
 
@@ -187,8 +173,7 @@ def test_a_state_that_the_next_step_has_overwritten_is_not_cached_later() -> Non
 )
 def test_a_budget_cuts_an_admission_where_its_state_is_found(budget: int, most: int, taken: int) -> None:
     """A number of tokens that the scheduler states stays."""
-    world = World(specs=[FULL, STATES], retention_tokens=None)
-    session = world.open()
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None)
     known: Any = {"num_appended_tokens": [13], "block_hashes": block_hashes("abc", 3), "request_ids": ["r"]}
     admit: Any = {"request_numbers": [1], "num_new_tokens": [most], "admission_budget_tokens": budget, **known}
     assert world.run(session, Operation.ADMIT, **admit).num_new_tokens == [taken]
@@ -214,4 +199,3 @@ def test_hashes_that_a_request_does_not_have_yet_are_not_needed(options: dict[st
         world.run(
             session, Operation.ALLOCATE, num_appended_tokens=[1], num_prompt_tokens=[n + 1], block_hashes=added, **one
         )
-    check_integrity(world.pool, world.sessions())

@@ -97,9 +97,7 @@ def test_hashes_joined_for_a_lookup_count_once() -> None:
     assert first - world.pool.find_longest_cache_hit(request).num_probes == 20
 
 
-def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    session = world.open()
+def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch, world: World, session: Session) -> None:
     for number in (1, 2, 3):
         world.admit(session, number, "abc", 12)
     monkeypatch.setattr(apply, "MAX_STEP_WORK", 4)

@@ -8,8 +8,7 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import RequestNumber, StepNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import STEP, World, block_hashes
-from support.integrity import check_integrity
+from support.core import STEP, World, block_hashes, opened
 
 LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 CACHE, FREE, PREEMPT, APPEND = Operation.CACHE, Operation.FREE, Operation.PREEMPT, Operation.APPEND
@@ -93,12 +92,8 @@ def session(world: World) -> Session:
 @pytest.mark.parametrize("case", BAD_STEPS)
 def test_taken_tokens_beyond_the_credit_are_refused(case: str, world: World, session: Session) -> None:
     field, operations, columns = BAD_STEPS[case]
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError) as caught:
+    with world.refuses(field=field):
         world.run(session, *operations, **columns, num_credit_allocations=7)
-    assert caught.value.field == field
-    assert world.snapshot() == before
-    check_integrity(world.pool, world.sessions())
 
 
 # Each case: the operation that reports 2 taken tokens, and its columns.
@@ -118,8 +113,7 @@ REPORTS: dict[str, tuple[Operation, dict[str, Any]]] = {
 
 
 def running_world() -> tuple[World, Session]:
-    world = World()
-    session = world.open()
+    world, session = opened()
     world.admit(session, 1, "abc", 13)
     return world, session
 
@@ -143,7 +137,6 @@ def test_taken_tokens_count_like_allocated_tokens(case: str) -> None:
     assert reported.num_prefix_blocks == asked.num_prefix_blocks
     assert reporting.pool.activity.allocations == asking.pool.activity.allocations
     for world, session in ((reporting, reporter), (asking, asker)):
-        check_integrity(world.pool, world.sessions())
         # The numbers of steps differ, also in blocks that wait for the report of their execution.
         session.sequence = session.executed_sequence = STEP
         for request in session.requests.values():
@@ -164,10 +157,9 @@ def test_one_step_reports_taken_tokens_of_several_requests(world: World, session
 
 def test_taken_tokens_are_kept_when_the_operation_finds_too_few_blocks() -> None:
     """Rule 3 of apply.py: the scheduler does not repeat them when it retries."""
-    world = World(num_blocks=3)
-    session = world.open()
+    world, session = opened(num_blocks=3)
     world.admit(session, 1, "a", 6)
-    result = world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_taken_tokens=[1])
+    result = world.allocate(session, 1, 2, num_taken_tokens=[1])
     assert (result.outcomes, computed_tokens(session, 1)) == ([Outcome.NEVER_FITS], 7)
     with pytest.raises(InvalidArgumentError):
         world.run(session, APPEND, request_numbers=[1], num_taken_tokens=[2])
@@ -180,15 +172,14 @@ def test_taken_tokens_can_be_rejected(world: World, session: Session) -> None:
 
 def test_blocks_of_one_token_are_never_filled_on_credit() -> None:
     """A decode would also fill the slot of an allocated look-ahead token, and so its block."""
-    world = World(block_size=1)
-    session = world.open()
+    world, session = opened(block_size=1)
     world.run(
         session, ADMIT, request_numbers=[1], num_appended_tokens=[3], num_lookahead_tokens=[2],
         block_hashes=block_hashes("abc", 3), request_ids=["r1"],
     )  # fmt: skip
     before = world.snapshot()
     with pytest.raises(InvalidArgumentError, match=r"num_taken_tokens\[0\]: 1 is not in \[0, 0\]"):
-        world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_taken_tokens=[1])
+        world.allocate(session, 1, 1, num_taken_tokens=[1])
     assert world.snapshot() == before
 
 

@@ -21,6 +21,7 @@ from kvpool.core.specs.kinds import (
 from kvpool.core.specs.longest_request import longest_fitting, most_held_blocks, shortfall
 from kvpool.core.specs.pool_config import PoolConfig
 from support.core import config, num_allocated
+from support.refusals import refused
 from support.state import DrivenState
 
 FULL = FullAttentionSpec(4)
@@ -81,9 +82,8 @@ def test_the_smallest_pool_holds_a_request_and_one_block_fewer_is_refused(mix: s
 
     one_fewer, state = replace(fits, num_blocks=fits.num_blocks - 1), DrivenState()
     assert num_allocated(one_fewer) < fits.max_model_len
-    with pytest.raises(InvalidArgumentError) as refused:
+    with refused(field="config.num_blocks", reason="ONE_REQUEST_DOES_NOT_FIT"):
         state.create_pool(one_fewer, NONE_HASH)
-    assert (refused.value.field, refused.value.reason) == ("config.num_blocks", "ONE_REQUEST_DOES_NOT_FIT")
     assert list(state.pools) == []
     assert state.create_pool(fits, NONE_HASH)[1]
 

@@ -8,7 +8,7 @@ from kvpool.core.commands import EndReason, EndSession
 from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.views.block_map import BlockMap, BlockMapScan
 from kvpool.core.views.inspection import BlockState, state_of
-from support.core import STEP, World, admit, config
+from support.core import STEP, World, admit, config, opened
 
 HELD, PENDING, CACHED = "held", "pending", "cached"
 
@@ -57,8 +57,7 @@ def test_a_map_counts_every_block_once(max_cells: int) -> None:
 
 
 def test_blocks_of_an_ended_session_are_in_quarantine() -> None:
-    world = World(40)
-    session = world.open()
+    world, session = opened(40)
     world.admit(session, 1, "aaaa", 16)
     held = map_of(world.pool, max_cells=4).in_use
     pending = map_of(world.pool, max_cells=4).pending
