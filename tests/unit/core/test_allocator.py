@@ -2,14 +2,10 @@
 
 import pytest
 
-from kvpool.core.blocks.integrity import IntegrityError
 from kvpool.core.errors import AbortedError, NotFoundError
 from kvpool.core.events import BlockRemoved, BlockStored
-from kvpool.core.ids import BlockId, GroupId
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.pool_config import ReuseOrder
 from support.core import World, opened
-from support.integrity import check_integrity
 from support.refusals import refused
 
 
@@ -38,14 +34,6 @@ def test_an_open_stream_keeps_a_session_alive(world: World, session: Session) ->
     assert world.allocator.next_expiry_seconds() == float("inf")
 
 
-def test_requests_of_an_expired_session_are_freed_the_oldest_first_and_each_from_its_tail() -> None:
-    world, session = opened(num_blocks=8, enable_caching=False, reuse_order=ReuseOrder.LRU)
-    world.admit(session, 1, "", 9)
-    world.admit(session, 2, "", 5)
-    assert [count for _, _, count in world.allocator.expire(10.0)] == [2]
-    assert list(world.pool.blocks.free_list) == [6, 7, 3, 2, 1, 5, 4]
-
-
 def test_events_report_stored_and_removed_blocks() -> None:
     world, session = opened(enable_events=True)
     step_tokens = list(range(8))
@@ -55,14 +43,3 @@ def test_events_report_stored_and_removed_blocks() -> None:
     assert (list(stored.token_ids), stored.lora_name, len(stored.block_hashes)) == (list(step_tokens), "l", 2)
     world.allocator.expire(10.0)
     assert [type(event) for event in world.pool.blocks.take_events()] == [BlockRemoved, BlockRemoved]
-
-
-def test_the_integrity_check_finds_inconsistencies(world: World, session: Session) -> None:
-    world.admit(session, 1, "abc", 13)
-    world.pool.blocks.touch(GroupId(0), [BlockId(1)])
-    with pytest.raises(IntegrityError, match="block 1: ref_cnt 2, in 1 tables"):
-        check_integrity(world.pool, world.sessions())
-    world.pool.blocks.free_blocks(GroupId(0), [BlockId(1)])
-    world.pool.blocks.get_new_blocks(GroupId(0), 1)
-    with pytest.raises(IntegrityError, match="free"):
-        check_integrity(world.pool, world.sessions())

@@ -29,20 +29,13 @@ def cached(world: World, namespace: bytes, content: str = "abc") -> Session:
     return session
 
 
-def num_hit_tokens(world: World, session: Session, number: int = 9, content: str = "abc") -> int:
-    """Length of the hit of a new request, which is freed."""
-    result = world.declare(session, Operation.LOOKUP, number, content, 4 * len(content) + 1)
-    world.free(session, number)
-    return result.num_hit_tokens[0] if result.num_hit_tokens else 0
-
-
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
 @pytest.mark.parametrize(("owner", "reader"), [(b"one", b"two"), (b"", b"one"), (b"one", b"")])
 def test_an_equal_hash_finds_nothing_in_another_namespace(owner: bytes, reader: bytes, specs: Any) -> None:
     world = World(specs=specs)
     cached(world, owner)
-    assert num_hit_tokens(world, world.open(namespace=reader)) == 0
-    assert num_hit_tokens(world, world.open(namespace=owner)) == 12
+    assert world.num_found(world.open(namespace=reader), "abc") == 0
+    assert world.num_found(world.open(namespace=owner), "abc") == 12
 
 
 def test_a_hit_of_another_namespace_is_not_allocated(world: World) -> None:
@@ -63,19 +56,11 @@ def test_each_namespace_has_its_copy_and_loses_it_alone(world: World) -> None:
     assert len(prefix_map) == 9
     owned = [b for b in map(BlockId, range(20)) if prefix_map.block_hash(b) and prefix_map.map_id(b) == 1]
     world.run(readers[0], Operation.EVICT, num_block_ids=[3], block_ids=owned)
-    assert [num_hit_tokens(world, reader) for reader in readers] == [12, 0, 12]
+    assert [world.num_found(reader, "abc") for reader in readers] == [12, 0, 12]
     assert world.pool.reset_prefix_cache()
-    assert [num_hit_tokens(world, reader, 10) for reader in readers] == [0, 0, 0]
+    assert [world.num_found(reader, "abc", 10) for reader in readers] == [0, 0, 0]
     cached(world, b"one")
-    assert [num_hit_tokens(world, reader, 11) for reader in readers] == [0, 12, 0]
-
-
-def test_a_restored_session_keeps_its_namespace(world: World) -> None:
-    owner, other = cached(world, b"one"), world.open(namespace=b"two")
-    assert [num_hit_tokens(world, session) for session in (owner, other)] == [12, 0]
-    world.allocator = restored(world.allocator)
-    world.pool = world.allocator.pools.get("m")
-    assert [num_hit_tokens(world, session, 10) for session in world.sessions()] == [12, 0]
+    assert [world.num_found(reader, "abc", 11) for reader in readers] == [0, 12, 0]
 
 
 def test_watchers_see_all_namespaces_as_one_set() -> None:
@@ -136,8 +121,8 @@ def test_more_namespaces_than_a_byte_counts() -> None:
     assert len(earlier.pools.get("m").blocks.prefix_map) == 3
     assert_alike(world.allocator, restored(world.allocator))
     for i in (0, 1, 255, 256, NUM_MANY - 1):
-        assert num_hit_tokens(world, world.open(namespace=str(i).encode()), content="a") == 4
-    assert num_hit_tokens(world, world.open(), content="a") == 0
+        assert world.num_found(world.open(namespace=str(i).encode()), "a") == 4
+    assert world.num_found(world.open(), "a") == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

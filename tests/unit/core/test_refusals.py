@@ -16,179 +16,110 @@ CACHE, FREE, EVICT, RESET = Operation.CACHE, Operation.FREE, Operation.EVICT, Op
 HUGE = 2**40
 
 # Request 1 holds the blocks of 13 tokens. Each case: the error, the field, the operations, the columns.
-BAD_STEPS: dict[str, tuple[type[KvpoolError], str, list[int], dict[str, Any]]] = {
-    "unknown request": (NotFoundError, "request_numbers[0]", [ALLOCATE], {"request_numbers": [9]}),
-    "request not declared": (NotFoundError, "request_numbers[0]", [APPEND], {"request_numbers": [2]}),
-    "request not declared, with an id": (
-        NotFoundError, "request_numbers[0]", [APPEND], {"request_numbers": [2], "request_ids": ["x"]},
+Bad = tuple[type[KvpoolError], str, list[int], dict[str, Any]]
+RUNNING: dict[str, Any] = {"numbers": [1]}
+NEW: dict[str, Any] = {"numbers": [2], "declares": [True], "ids": ["x"]}
+COLUMNS = {
+    "numbers": "request_numbers",
+    "ids": "request_ids",
+    "appended": "num_appended_tokens",
+    "new": "num_new_tokens",
+    "hashes": "block_hashes",
+    "counts": "num_block_ids",
+    "blocks": "block_ids",
+}
+
+
+def bad(field: str, *operations: int, kind: type[KvpoolError] = InvalidArgumentError, **columns: Any) -> Bad:
+    """A step, with some columns by short names, and the field at fault in its error."""
+    return kind, field, list(operations), {COLUMNS.get(name, name): column for name, column in columns.items()}
+
+
+BAD_STEPS = {
+    "unknown request": bad("request_numbers[0]", ALLOCATE, kind=NotFoundError, numbers=[9]),
+    "request not declared": bad("request_numbers[0]", APPEND, kind=NotFoundError, numbers=[2]),
+    "request not declared, with an id": bad("request_numbers[0]", APPEND, kind=NotFoundError, numbers=[2], ids=["x"]),
+    "number in use": bad("request_numbers[0]", APPEND, **RUNNING, declares=[True], ids=["x"]),
+    "id in use": bad("request_ids[0]", APPEND, numbers=[2], declares=[True], ids=["r1"]),
+    "id used twice in one step": bad(
+        "request_ids[1]", APPEND, APPEND, numbers=[2, 3], declares=[True, True], ids=["x", "x"]
     ),
-    "number in use": (
-        InvalidArgumentError, "request_numbers[0]", [APPEND],
-        {"request_numbers": [1], "declares": [True], "request_ids": ["x"]},
+    "id freed later in the step": bad(
+        "request_ids[0]", APPEND, FREE, numbers=[2, 1], declares=[True, False], ids=["r1"]
     ),
-    "id in use": (
-        InvalidArgumentError, "request_ids[0]", [APPEND],
-        {"request_numbers": [2], "declares": [True], "request_ids": ["r1"]},
+    "id freed and used twice in one step": bad(
+        "request_ids[1]", FREE, APPEND, APPEND, numbers=[1, 2, 3], declares=[False, True, True], ids=["r1", "r1"]
     ),
-    "id used twice in one step": (
-        InvalidArgumentError, "request_ids[1]", [APPEND, APPEND],
-        {"request_numbers": [2, 3], "declares": [True, True], "request_ids": ["x", "x"]},
+    "no number": bad("request_numbers[0]", APPEND, declares=[True], ids=["x"]),
+    "huge number": bad("request_numbers[0]", APPEND, numbers=[2**31], declares=[True], ids=["x"]),
+    "no id": bad("request_ids", APPEND, numbers=[2], declares=[True]),
+    "fewer ids than declared requests": bad(
+        "request_ids", APPEND, ADMIT, numbers=[2, 3], declares=[True, True], ids=["x"], appended=[1, 1]
     ),
-    "id freed later in the step": (
-        InvalidArgumentError, "request_ids[0]", [APPEND, FREE],
-        {"request_numbers": [2, 1], "declares": [True, False], "request_ids": ["r1"]},
+    "more ids than declared requests": bad("request_ids", APPEND, numbers=[2], declares=[True], ids=["x", "y"]),
+    "empty id": bad("request_ids[0]", APPEND, numbers=[2], declares=[True], ids=[""]),
+    "column of declarations too short": bad(
+        "declares", APPEND, ALLOCATE, numbers=[2, 1], declares=[True], ids=["x"], new=[0, 1]
     ),
-    "id freed and used twice in one step": (
-        InvalidArgumentError, "request_ids[1]", [FREE, APPEND, APPEND],
-        {"request_numbers": [1, 2, 3], "declares": [False, True, True], "request_ids": ["r1", "r1"]},
+    "column of declarations too long": bad("declares", APPEND, numbers=[2], declares=[True, False], ids=["x"]),
+    "column of declarations without operations": bad("declares", declares=[False]),
+    "too few LoRA names": bad(
+        "lora_names", APPEND, APPEND, numbers=[2, 3], declares=[True, True], ids=["x", "y"], lora_names=["l"]
     ),
-    "no number": (
-        InvalidArgumentError, "request_numbers[0]", [APPEND], {"declares": [True], "request_ids": ["x"]},
+    "negative growth": bad("num_appended_tokens[0]", ALLOCATE, **RUNNING, new=[1], appended=[-1]),
+    "huge growth": bad("num_appended_tokens[0]", ALLOCATE, **RUNNING, new=[1], appended=[HUGE]),
+    "nothing to allocate": bad("num_new_tokens[0]", ALLOCATE, **RUNNING),
+    "negative allocation": bad("num_new_tokens[0]", ALLOCATE, **RUNNING, new=[-1]),
+    "huge allocation": bad("num_new_tokens[0]", ALLOCATE, **RUNNING, new=[HUGE]),
+    "allocation past the longest request": bad("num_new_tokens[0]", ALLOCATE, **RUNNING, new=[256]),
+    "huge look-ahead": bad("num_lookahead_tokens[0]", ALLOCATE, **RUNNING, new=[1], num_lookahead_tokens=[HUGE]),
+    "more rejected than computed": bad(
+        "num_rejected_tokens[0]", ALLOCATE, **RUNNING, new=[1], num_rejected_tokens=[14]
     ),
-    "huge number": (
-        InvalidArgumentError, "request_numbers[0]", [APPEND],
-        {"request_numbers": [2**31], "declares": [True], "request_ids": ["x"]},
+    "look-up of a running request": bad("request_numbers[0]", LOOKUP, kind=WrongStateError, **RUNNING),
+    "admission of a running request": bad("request_numbers[0]", ADMIT, kind=WrongStateError, **RUNNING),
+    "hit for a running request": bad(
+        "request_numbers[0]", ALLOCATE, kind=WrongStateError, **RUNNING, new=[1], counts=[1], blocks=[1]
     ),
-    "no id": (InvalidArgumentError, "request_ids", [APPEND], {"request_numbers": [2], "declares": [True]}),
-    "fewer ids than declared requests": (
-        InvalidArgumentError, "request_ids", [APPEND, ADMIT],
-        {
-            "request_numbers": [2, 3], "declares": [True, True], "request_ids": ["x"],
-            "num_appended_tokens": [1, 1],
-        },
+    "admission of nothing": bad("num_appended_tokens[0]", ADMIT, **NEW),
+    "cached past what is computed": bad("num_new_tokens[0]", CACHE, **RUNNING, new=[14]),
+    "hash too short": bad("block_hashes", ALLOCATE, **RUNNING, new=[3], appended=[3], hashes=b"h" * 31),
+    "hash missing": bad("block_hashes", ALLOCATE, **RUNNING, new=[3], appended=[3]),
+    "hash too many": bad("block_hashes", ALLOCATE, **RUNNING, new=[3], appended=[3], hashes=b"h" * 64),
+    "tokens to a pool without events": bad("token_ids", ALLOCATE, **RUNNING, new=[1], appended=[1], token_ids=[5]),
+    "hit with a block outside the pool": bad(
+        "block_ids[0]", ALLOCATE, **NEW, appended=[5], hashes=block_hashes("a", 1), new=[1], counts=[1], blocks=[20]
     ),
-    "more ids than declared requests": (
-        InvalidArgumentError, "request_ids", [APPEND],
-        {"request_numbers": [2], "declares": [True], "request_ids": ["x", "y"]},
+    "hit of the whole request": bad(
+        "num_block_ids[0]", ALLOCATE, **NEW, appended=[4], hashes=block_hashes("a", 1), new=[1], counts=[1], blocks=[1]
     ),
-    "empty id": (
-        InvalidArgumentError, "request_ids[0]", [APPEND],
-        {"request_numbers": [2], "declares": [True], "request_ids": [""]},
+    "eviction of the null block": bad("block_ids[0]", EVICT, counts=[1], blocks=[0]),
+    "fewer ids than counted": bad("num_block_ids[0]", EVICT, counts=[2], blocks=[1]),
+    "evicting more blocks than there are": bad("num_block_ids[1]", EVICT, EVICT, counts=[20, 21], blocks=[1] * 41),
+    "negative count of ids": bad("num_block_ids[0]", EVICT, counts=[-1], blocks=[1]),
+    "more ids than counted": bad("block_ids", EVICT, counts=[1], blocks=[1, 2]),
+    "ids for what takes none": bad("num_block_ids[0]", FREE, **RUNNING, counts=[1], blocks=[1]),
+    "request of a reset": bad("request_numbers[0]", RESET, **RUNNING),
+    "no operation": bad("operations[0]", 0),
+    "unknown operation": bad("operations[0]", 99),
+    "too many operations": bad("operations", *([RESET] * (MAX_OPERATIONS + 1))),
+    "column too short": bad("num_new_tokens", ALLOCATE, RESET, numbers=[1, 0], new=[1]),
+    "column of ids too short": bad("num_block_ids", EVICT, EVICT, counts=[0]),
+    "negative budget": bad("admission_budget_tokens", admission_budget_tokens=-1),
+    "execution of what was not sent": bad("executed_sequence", executed_sequence=2),
+    "bad after good": bad(
+        "request_numbers[2]",
+        ALLOCATE,
+        ADMIT,
+        FREE,
+        kind=NotFoundError,
+        numbers=[1, 2, 9],
+        declares=[False, True, False],
+        ids=["x"],
+        appended=[0, 1, 0],
+        new=[1, 0, 0],
     ),
-    "column of declarations too short": (
-        InvalidArgumentError, "declares", [APPEND, ALLOCATE],
-        {"request_numbers": [2, 1], "declares": [True], "request_ids": ["x"], "num_new_tokens": [0, 1]},
-    ),
-    "column of declarations too long": (
-        InvalidArgumentError, "declares", [APPEND],
-        {"request_numbers": [2], "declares": [True, False], "request_ids": ["x"]},
-    ),
-    "column of declarations without operations": (InvalidArgumentError, "declares", [], {"declares": [False]}),
-    "too few LoRA names": (
-        InvalidArgumentError, "lora_names", [APPEND, APPEND],
-        {
-            "request_numbers": [2, 3], "declares": [True, True], "request_ids": ["x", "y"],
-            "lora_names": ["l"],
-        },
-    ),
-    "negative growth": (
-        InvalidArgumentError, "num_appended_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [-1]},
-    ),
-    "huge growth": (
-        InvalidArgumentError, "num_appended_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [HUGE]},
-    ),
-    "nothing to allocate": (InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1]}),
-    "negative allocation": (
-        InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1], "num_new_tokens": [-1]},
-    ),
-    "huge allocation": (
-        InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1], "num_new_tokens": [HUGE]},
-    ),
-    "allocation past the longest request": (
-        InvalidArgumentError, "num_new_tokens[0]", [ALLOCATE], {"request_numbers": [1], "num_new_tokens": [256]},
-    ),
-    "huge look-ahead": (
-        InvalidArgumentError, "num_lookahead_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_lookahead_tokens": [HUGE]},
-    ),
-    "more rejected than computed": (
-        InvalidArgumentError, "num_rejected_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_rejected_tokens": [14]},
-    ),
-    "look-up of a running request": (WrongStateError, "request_numbers[0]", [LOOKUP], {"request_numbers": [1]}),
-    "admission of a running request": (WrongStateError, "request_numbers[0]", [ADMIT], {"request_numbers": [1]}),
-    "hit for a running request": (
-        WrongStateError, "request_numbers[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_block_ids": [1], "block_ids": [1]},
-    ),
-    "admission of nothing": (
-        InvalidArgumentError, "num_appended_tokens[0]", [ADMIT],
-        {"request_numbers": [2], "declares": [True], "request_ids": ["x"]},
-    ),
-    "cached past what is computed": (
-        InvalidArgumentError, "num_new_tokens[0]", [CACHE], {"request_numbers": [1], "num_new_tokens": [14]},
-    ),
-    "hash too short": (
-        InvalidArgumentError, "block_hashes", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [3], "num_appended_tokens": [3], "block_hashes": b"h" * 31},
-    ),
-    "hash missing": (
-        InvalidArgumentError, "block_hashes", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [3], "num_appended_tokens": [3]},
-    ),
-    "hash too many": (
-        InvalidArgumentError, "block_hashes", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [3], "num_appended_tokens": [3], "block_hashes": b"h" * 64},
-    ),
-    "tokens to a pool without events": (
-        InvalidArgumentError, "token_ids", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_appended_tokens": [1], "token_ids": [5]},
-    ),
-    "hit with a block outside the pool": (
-        InvalidArgumentError, "block_ids[0]", [ALLOCATE],
-        {
-            "request_numbers": [2], "declares": [True], "request_ids": ["x"], "num_appended_tokens": [5],
-            "block_hashes": block_hashes("a", 1), "num_new_tokens": [1], "num_block_ids": [1], "block_ids": [20],
-        },
-    ),
-    "hit of the whole request": (
-        InvalidArgumentError, "num_block_ids[0]", [ALLOCATE],
-        {
-            "request_numbers": [2], "declares": [True], "request_ids": ["x"], "num_appended_tokens": [4],
-            "block_hashes": block_hashes("a", 1), "num_new_tokens": [1], "num_block_ids": [1], "block_ids": [1],
-        },
-    ),
-    "eviction of the null block": (
-        InvalidArgumentError, "block_ids[0]", [EVICT], {"num_block_ids": [1], "block_ids": [0]},
-    ),
-    "fewer ids than counted": (
-        InvalidArgumentError, "num_block_ids[0]", [EVICT], {"num_block_ids": [2], "block_ids": [1]},
-    ),
-    "evicting more blocks than there are": (
-        InvalidArgumentError, "num_block_ids[1]", [EVICT, EVICT],
-        {"num_block_ids": [20, 21], "block_ids": [1] * 41},
-    ),
-    "negative count of ids": (
-        InvalidArgumentError, "num_block_ids[0]", [EVICT], {"num_block_ids": [-1], "block_ids": [1]},
-    ),
-    "more ids than counted": (
-        InvalidArgumentError, "block_ids", [EVICT], {"num_block_ids": [1], "block_ids": [1, 2]},
-    ),
-    "ids for what takes none": (
-        InvalidArgumentError, "num_block_ids[0]", [FREE],
-        {"request_numbers": [1], "num_block_ids": [1], "block_ids": [1]},
-    ),
-    "request of a reset": (InvalidArgumentError, "request_numbers[0]", [RESET], {"request_numbers": [1]}),
-    "no operation": (InvalidArgumentError, "operations[0]", [0], {}),
-    "unknown operation": (InvalidArgumentError, "operations[0]", [99], {}),
-    "too many operations": (InvalidArgumentError, "operations", [RESET] * (MAX_OPERATIONS + 1), {}),
-    "column too short": (
-        InvalidArgumentError, "num_new_tokens", [ALLOCATE, RESET],
-        {"request_numbers": [1, 0], "num_new_tokens": [1]},
-    ),
-    "column of ids too short": (InvalidArgumentError, "num_block_ids", [EVICT, EVICT], {"num_block_ids": [0]}),
-    "negative budget": (InvalidArgumentError, "admission_budget_tokens", [], {"admission_budget_tokens": -1}),
-    "execution of what was not sent": (InvalidArgumentError, "executed_sequence", [], {"executed_sequence": 2}),
-    "bad after good": (
-        NotFoundError, "request_numbers[2]", [ALLOCATE, ADMIT, FREE],
-        {
-            "request_numbers": [1, 2, 9], "declares": [False, True, False], "request_ids": ["x"],
-            "num_appended_tokens": [0, 1, 0], "num_new_tokens": [1, 0, 0],
-        },
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -1,13 +1,11 @@
 """Rules of sharing between two sessions of one pool."""
 
-import hashlib
-
 import pytest
 
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
-from support.core import World, block_hashes
+from support.core import World
 
 LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
@@ -34,10 +32,6 @@ def lookup(world: World, session: Session, number: int, content: str) -> StepRes
 
 def allocate(world: World, session: Session, number: int, hit_blocks: list[int], executed: int = 0) -> StepResult:
     return world.allocate(session, number, 1, hit=[hit_blocks], executed=executed)
-
-
-def salted(salt: str, content: str) -> bytes:
-    return b"".join(hashlib.sha256(f"{salt}|{content[: i + 1]}".encode()).digest() for i in range(len(content)))
 
 
 # Rule 1: look it up, then lose it.
@@ -91,24 +85,7 @@ def test_a_changed_hit_does_not_stop_later_operations(world: World, one: Session
     assert (result.outcomes, result.num_new_blocks) == ([Outcome.HIT_CHANGED, Outcome.OK], [0, 1])
 
 
-def test_an_admission_needs_no_earlier_look_up(world: World, one: Session) -> None:
-    world.admit(one, 1, "abc", 13)
-    lookup(world, one, 2, "abc")
-    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[3])
-    result = world.run(one, ADMIT, request_numbers=[2])
-    assert (result.outcomes, result.num_hit_tokens) == ([], [8])
-
-
 # Rule 2: cached, but not computed.
-
-
-def test_a_block_filled_by_two_steps_waits_for_the_second(world: World, one: Session, other: Session) -> None:
-    world.admit(one, 1, "", 3)
-    world.allocate(one, 1, 1, num_appended_tokens=[1], block_hashes=block_hashes("a", 1))
-    world.run(one, executed=1)
-    assert lookup(world, other, 1, "a").num_hit_tokens == []
-    world.run(one, executed=2)
-    assert lookup(world, other, 2, "a").num_hit_tokens == [4]
 
 
 def test_a_freed_pending_block_stays_hidden_from_other_sessions(world: World, one: Session, other: Session) -> None:
@@ -155,24 +132,4 @@ def test_shared_blocks_of_an_ended_session_stay_with_their_holders(world: World,
 # Rule 4: salted apart.
 
 
-def test_sessions_share_only_blocks_with_the_same_salt(world: World, one: Session, other: Session) -> None:
-    def admit(session: Session, number: int, salt: str) -> list[int]:
-        return world.run(
-            session, ADMIT, request_numbers=[number], num_appended_tokens=[13],
-            block_hashes=salted(salt, "abc"), request_ids=[f"r{number}"],
-        ).num_hit_tokens  # fmt: skip
-
-    admit(one, 1, "tenant 1")
-    world.run(one, executed=1)
-    assert admit(other, 1, "tenant 2") == []
-    assert admit(other, 2, "tenant 1") == [12]
-
-
 # Rule 5: turns.
-
-
-def test_a_refusal_to_one_session_does_not_block_others(one: Session, world: World) -> None:
-    other = world.open()
-    assert world.admit(one, 1, "a" * 20, 80).outcomes == [Outcome.NEVER_FITS]
-    assert world.admit(other, 1, "abc", 13).outcomes == []
-    assert not one.requests[next(iter(one.requests))].holds_blocks

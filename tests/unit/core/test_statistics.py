@@ -38,12 +38,6 @@ def test_an_admission_counts_its_look_up_only_if_it_succeeds() -> None:
     assert world.pool.stats.requests == 1
 
 
-def test_an_uncounted_look_up_changes_no_counter(world: World, session: Session) -> None:
-    result = world.declare(session, Operation.LOOKUP_UNCOUNTED, 1, "a", 4)
-    assert result.outcomes == []
-    assert world.pool.stats.requests == 0
-
-
 def test_hits_on_blocks_of_another_session_are_counted_separately(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)

@@ -11,36 +11,28 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
-from support.core import World, block_hashes
+from support.core import World
 from support.state import restored
 
 BLOCK = 4
 
 
-def lookup(world: World, session: Session, content: str = "abc", number: int = 99) -> int:
+def lookup(world: World, session: Session, content: str = "abc") -> int:
     """Length of the hit of a new request in blocks, which is freed."""
-    result = world.run(
-        session, Operation.LOOKUP_UNCOUNTED, executed=session.sequence, request_numbers=[number],
-        num_appended_tokens=[BLOCK * len(content) + 1], block_hashes=block_hashes(content, len(content)),
-        request_ids=[f"r{number}"],
-    )  # fmt: skip
-    world.free(session, number)
-    return (result.num_hit_tokens or [0])[0] // BLOCK
+    return world.num_found(session, content, executed=session.sequence) // BLOCK
 
 
 def admit(world: World, session: Session, number: int, content: str = "abc") -> StepResult:
     """Admits a request with one token after its full blocks, and reports the step as executed."""
     result = world.admit(session, number, content, BLOCK * len(content) + 1)
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     return result
 
 
 def decode(world: World, session: Session, number: int, content: str, num_tokens: int) -> StepResult:
     """Appends tokens to a running request, up to the end of `content`, and allocates their slots."""
-    before = session.by_number[RequestNumber(number)].num_tokens // BLOCK
-    hashes = block_hashes(content, len(content))[before * 32 :]
-    result = world.allocate(session, number, num_tokens, num_appended_tokens=[num_tokens], block_hashes=hashes)
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    result = world.decode(session, number, content, num_tokens)
+    world.executed(session)
     return result
 
 
@@ -92,18 +84,6 @@ def test_a_running_request_keeps_its_blocks_and_caches_no_more(order: ReuseOrder
     assert (lookup(world, other, "abcde"), len(world.pool.blocks.prefix_map)) == (3, 3)
 
 
-def test_blocks_without_a_hash_are_reused_first() -> None:
-    world = World(num_blocks=20, reuse_order=ReuseOrder.UNCACHED_FIRST)
-    session = world.open(weights_version="1")
-    admit(world, session, 1)
-    world.allocator.set_weights_version(session, "2")
-    uncached = decode(world, session, 1, "abcde", 8).block_ids
-    world.free(session, 1)
-    free = list(world.pool.blocks.free_list)
-    assert {*free[:2]} == {*uncached}
-    assert free[-3:] == [3, 2, 1]
-
-
 def test_a_preempted_request_begins_again_with_the_new_version(world: World) -> None:
     session, other = world.open(weights_version="1"), world.open(weights_version="1")
     admit(world, session, 1)
@@ -111,18 +91,10 @@ def test_a_preempted_request_begins_again_with_the_new_version(world: World) -> 
     world.run(session, Operation.PREEMPT, request_numbers=[1])
     result = world.run(session, Operation.ADMIT, request_numbers=[1])
     assert (result.num_hit_tokens, result.num_new_tokens) == ([], [13])
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     assert (lookup(world, session), lookup(world, other)) == (3, 3)
     world.allocator.set_weights_version(other, "2")
     assert lookup(world, other) == 3
-
-
-def test_a_request_that_was_preempted_before_begins_with_the_new_version(world: World) -> None:
-    session = world.open(weights_version="1")
-    admit(world, session, 1)
-    world.run(session, Operation.PREEMPT, executed=session.sequence, request_numbers=[1])
-    world.allocator.set_weights_version(session, "2")
-    assert world.run(session, Operation.ADMIT, request_numbers=[1]).num_hit_tokens == []
 
 
 def test_a_hit_that_was_found_before_is_not_allocated(world: World) -> None:
@@ -141,7 +113,7 @@ def test_blocks_that_may_not_be_computed_are_forgotten(world: World) -> None:
     session, other = world.open(weights_version="1"), world.open(weights_version="1")
     world.admit(session, 1, "abc", 13)
     world.allocator.set_weights_version(session, "2")
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     assert lookup(world, other) == 0
     world.allocator.set_weights_version(session, "1")
     assert lookup(world, session) == 0
@@ -172,7 +144,7 @@ def test_only_the_newest_unused_versions_are_kept() -> None:
     last = MAX_UNUSED_VERSIONS + 5
     for version in range(1, last + 1):
         world.admit(session, version, "ab", 9, token_ids=list(range(9)))
-        world.allocator.mark_executed(world.pool, session, session.sequence)
+        world.executed(session)
         world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[version])
         world.allocator.set_weights_version(session, str(version))
     assert len(world.pool.blocks.prefix_map) == 2 * (MAX_UNUSED_VERSIONS + 1)  # and those of version 0, in use

@@ -1,6 +1,5 @@
 """Kinds that skip tokens, reserve sinks or hold encoder tokens, and mixes of them, directly and through steps."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,38 +66,6 @@ def test_a_hit_has_only_blocks_that_later_tokens_attend_to(spec: KVCacheSpec, hi
     assert (list(computed.block_ids[0]), computed.num_tokens) == (hit, 20)
 
 
-@pytest.mark.parametrize(
-    ("spec", "table"),
-    [
-        (FULL, [1, 2, 3, 4, 5, 6]),
-        (WINDOW, [0, 0, 0, 4, 5, 6]),
-        (CHUNK, [0, 0, 0, 0, 5, 6]),
-        (STATE, [0, 0, 0, 0, 5, 6]),
-    ],
-)
-def test_skipped_blocks_are_freed_and_replaced_by_null(spec: KVCacheSpec, table: list[int]) -> None:
-    pool = pool_of(spec)
-    request = request_of(pool, "abcdef", 24)
-    assert pool.allocate_slots(request, 20, sequence=STEP)
-    assert pool.allocate_slots(request, 4, sequence=STEP)
-    assert tables(request) == [table]
-    held = [block_id for block_id in table if block_id]
-    assert pool.blocks.num_free_blocks == 39 - len(held)
-    assert len(pool.blocks.prefix_map) == 6  # freed blocks can still be hit
-
-
-def test_a_refusal_frees_only_blocks_behind_the_window() -> None:
-    pool = pool_of(WINDOW, num_blocks=7)
-    request = request_of(pool, "abcdefghij", 40)
-    assert pool.allocate_slots(request, 20, sequence=STEP)
-    assert pool.blocks.num_free_blocks == 1
-    assert pool.allocate_slots(request, 20, sequence=STEP) is None  # needs five: one is free, three leave the window
-    assert (tables(request), request.num_computed_tokens) == ([[0, 0, 0, 4, 5]], 20)
-    assert list(pool.blocks.free_list) == [6, 3, 2, 1]
-    assert len(pool.blocks.prefix_map) == 5
-    assert pool.allocate_slots(request, 16, sequence=STEP) == ([6, 3, 2, 1],)
-
-
 def test_a_finished_chunk_needs_no_blocks_so_unknown_tokens_hit() -> None:
     pool = pool_of(CHUNK)
     computed = pool.find_longest_cache_hit(request_of(pool, "abcdefgh", 22))
@@ -112,33 +79,6 @@ def test_chunks_need_not_begin_with_a_block() -> None:
     assert pool.find_longest_cache_hit(request_of(pool, "abX", 12)).block_ids == ([0, 2],)
     assert pool.find_longest_cache_hit(request_of(pool, "XYZ", 12)).num_tokens == 0
     assert pool.find_longest_cache_hit(request_of(pool, "XYZU", 14)).num_tokens == 12
-
-
-def test_a_state_alone_serves_a_hit() -> None:
-    pool = pool_of(STATE)
-    request = admit(pool, "abcd", 17)
-    pool.blocks.evict_blocks(request.tables[0].block_ids[:2])
-    assert pool.find_longest_cache_hit(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 0, 4],)
-    pool.blocks.evict_blocks(request.tables[0].block_ids[3:])
-    assert pool.find_longest_cache_hit(request_of(pool, "abcd", 17)).block_ids == ([0, 0, 3],)
-
-
-def test_speculative_blocks_follow_the_last_token() -> None:
-    pool = pool_of(MambaSpec(4, num_speculative_blocks=2))
-    request = admit(pool, "a", 5)
-    assert tables(request) == [[1, 2, 3, 4]]
-    assert pool.allocate_slots(request, 3, sequence=STEP) == ((),)
-    assert pool.allocate_slots(request, 1, sequence=STEP) == ([5],)
-    assert tables(request) == [[0, 2, 3, 4, 5]]
-
-
-def test_cross_attention_has_slots_for_the_encoders_tokens() -> None:
-    pool = pool_of(FULL, CrossAttentionSpec(4), enable_caching=False)
-    request = request_of(pool, "ab", 5)
-    assert pool.allocate_slots(request, 5, num_encoder_tokens=9, sequence=STEP) == ([1, 2], [3, 4, 5])
-    assert pool.allocate_slots(request, 4, sequence=STEP) == ([6], [])
-    small = pool_of(CrossAttentionSpec(4), enable_caching=False, num_blocks=4)
-    assert small.allocate_slots(request_of(small, "ab", 5), 5, num_encoder_tokens=13, sequence=STEP) is None
 
 
 def test_a_circular_buffer_is_one_block_that_is_never_cached() -> None:
@@ -231,48 +171,6 @@ def test_a_hit_is_the_longest_that_all_groups_can_serve(
     assert computed.num_tokens == 4 * len(hit[0])
 
 
-@pytest.mark.parametrize("first", [0, 1])
-def test_the_order_of_groups_does_not_matter(first: int) -> None:
-    specs = [FULL, SlidingWindowSpec(8, sliding_window=9)]
-    pool = pool_of(*(specs if first == 0 else reversed(specs)))
-    admit(pool, "abcdef", 24)
-    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).num_tokens == 16
-
-
-def test_a_larger_block_is_found_by_its_last_hash() -> None:
-    pool = pool_of(FULL, MambaSpec(8), enable_events=True)
-    request = admit(pool, "abcdef", 21)
-    stored = [event for event in pool.blocks.take_events() if isinstance(event, BlockStored)]
-    described = [(event.group_id, event.block_size, list(event.block_hashes)) for event in stored]
-    assert described == [(0, 4, request.hashes), (1, 4, request.hashes[:4])]
-    assert pool.find_longest_cache_hit(request_of(pool, "abcdeX", 24)).block_ids == ([1, 2, 3, 4], [0, 8])
-
-
-def test_eagle_needs_the_block_after_the_hit_in_every_kind_with_token_slots() -> None:
-    pool = pool_of(FULL, WINDOW, STATE, use_eagle=True)
-    request = admit(pool, "abcde", 20)
-    again = request_of(pool, "abcde", 20)
-    assert pool.find_longest_cache_hit(again).num_tokens == 16
-    pool.blocks.evict_blocks(request.tables[1].block_ids[4:])
-    assert pool.find_longest_cache_hit(again).num_tokens == 12
-    pool.blocks.evict_blocks(request.tables[2].block_ids[2:3])
-    assert pool.find_longest_cache_hit(again).num_tokens == 8
-    pool.blocks.evict_blocks(request.tables[1].block_ids[2:3])
-    assert pool.find_longest_cache_hit(again).num_tokens == 4
-
-
-def test_a_group_without_draft_layers_needs_no_block_after_the_hit() -> None:
-    configured = config(80, specs=[FULL, WINDOW], use_eagle=True)
-    full, window = configured.groups
-    pool = KVCacheManager(replace(configured, groups=(full, replace(window, has_no_draft=True))))
-    request = admit(pool, "abcde", 20)
-    again = request_of(pool, "abcde", 20)
-    pool.blocks.evict_blocks(request.tables[1].block_ids[4:])
-    assert pool.find_longest_cache_hit(again).num_tokens == 16
-    pool.blocks.evict_blocks(request.tables[0].block_ids[4:])
-    assert pool.find_longest_cache_hit(again).num_tokens == 12
-
-
 def test_eagle_over_chunks_drops_a_hit_without_a_following_cached_block() -> None:
     pool = pool_of(CHUNK, use_eagle=True)
     assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 22)).num_tokens == 0
@@ -285,12 +183,6 @@ def test_context_parallelism_over_mixed_kinds() -> None:
     request = admit(pool, "abcdef", 21)
     assert tables(request) == [[1, 2, 3], [4, 5, 6, 7, 8, 9]]
     assert pool.find_longest_cache_hit(request_of(pool, "abcdef", 21)).block_ids == ([1, 2], [0, 0, 0, 7])
-
-
-def test_only_kinds_that_keep_all_have_a_common_prefix() -> None:
-    pool = pool_of(FULL, WINDOW, STATE)
-    one, two = admit(pool, "abc", 12), admit(pool, "abX", 12)
-    assert pool.get_num_common_prefix_blocks(one, [one, two]) == (2, 0, 0)
 
 
 def test_events_of_a_window_contain_only_held_blocks() -> None:
@@ -312,14 +204,7 @@ def mixed_world() -> tuple[World, Session]:
 
 
 def lookup(world: World, session: Session, number: int, content: str, num_tokens: int) -> list[list[int]]:
-    result = world.run(
-        session,
-        Operation.LOOKUP,
-        request_numbers=[number],
-        num_appended_tokens=[num_tokens],
-        block_hashes=block_hashes(content, num_tokens // 4),
-        request_ids=[f"r{number}"],
-    )
+    result = world.declare(session, Operation.LOOKUP, number, content, num_tokens)
     first, second = result.num_prefix_blocks or (0, 0)
     return [result.block_ids[:first], result.block_ids[first : first + second]]
 
@@ -364,25 +249,6 @@ def test_encoder_tokens_out_of_range_are_refused() -> None:
     world, session = mixed_world()
     with world.refuses(field="num_encoder_tokens[0]"):
         world.allocate(session, 1, 1, num_encoder_tokens=[2**31])
-
-
-def test_another_session_hits_mixed_groups_only_after_execution() -> None:
-    world, session = mixed_world()
-    other = world.open()
-    assert lookup(world, other, 1, "abcdeX", 24) == [[], []]
-    world.run(session, Operation.APPEND, request_numbers=[1], executed=1)
-    assert lookup(world, other, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
-    result = world.run(other, Operation.LOOKUP, request_numbers=[2])
-    assert (result.num_hit_tokens, result.num_shared_hit_tokens) == ([20], [20])
-
-
-def test_an_ended_session_withdraws_unexecuted_blocks_of_all_groups() -> None:
-    world, session = mixed_world()
-    other = world.open()
-    world.allocate(session, 1, 1)
-    world.allocator.close_session(session.session_id, world.now_seconds)
-    assert (len(world.pool.blocks.prefix_map), world.pool.blocks.num_free_blocks) == (0, 39)
-    assert lookup(world, other, 1, "abcdeX", 24) == [[], []]
 
 
 def test_a_hit_with_a_block_of_another_group_is_a_changed_hit() -> None:

@@ -38,10 +38,7 @@ def misses(world: World) -> Misses:
 def new_misses(world: World, session: Session, content: str, number: int = 50, num_tokens: int = 0) -> Misses:
     """Misses of a look-up that is counted at once, and so changes nothing else. The request is freed."""
     before, num_tokens = misses(world), num_tokens or BLOCK_SIZE * len(content) + 1
-    world.run(
-        session, Operation.LOOKUP_COUNTED_AT_ONCE, request_numbers=[number], num_appended_tokens=[num_tokens],
-        block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE), request_ids=["l"],
-    )  # fmt: skip
+    world.declare(session, Operation.LOOKUP_COUNTED_AT_ONCE, number, content, num_tokens)
     world.free(session, number)
     return {key: count for key, count in misses(world).items() if count != before.get(key)}
 
@@ -91,7 +88,7 @@ def test_a_copy_that_is_left_is_found(world: World) -> None:
     world.admit(one, 1, "abc", 13)
     world.admit(two, 1, "abc", 13)  # cannot see the pending blocks of the other, so it makes copies
     world.run(one, Operation.EVICT, executed=1, num_block_ids=[3], block_ids=[1, 2, 3])
-    world.allocator.mark_executed(world.pool, two, 1)
+    world.executed(two, 1)
     assert new_misses(world, one, "abc") == {}
 
 

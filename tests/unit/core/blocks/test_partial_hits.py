@@ -27,20 +27,11 @@ def world_of(*specs: Any, num_blocks: int = 20) -> World:
 
 def admit(world: World, session: Session, number: int, *, content: str = "abc", **columns: Any) -> StepResult:
     """Admits a request up to the tail of its prompt, or what it hits and the rest."""
-    return world.run(
-        session,
-        Operation.ADMIT,
-        request_numbers=[number],
-        num_appended_tokens=[PROMPT],
-        num_new_tokens=[TAIL],
-        block_hashes=block_hashes(content, PROMPT // 4),
-        request_ids=[f"r{number}"],
-        **columns,
-    )
+    return world.admit(session, number, content, PROMPT, num_new_tokens=[TAIL], **columns)
 
 
 def go_on(world: World, session: Session, number: int, count: int = PROMPT - TAIL, **columns: Any) -> StepResult:
-    return world.run(session, Operation.ALLOCATE, request_numbers=[number], num_new_tokens=[count], **columns)
+    return world.allocate(session, number, count, **columns)
 
 
 def tables_of(session: Session, number: int) -> list[list[BlockId]]:
@@ -53,15 +44,7 @@ def num_free(world: World) -> int:
 
 def hit_tokens(world: World, session: Session, number: int, **columns: Any) -> int:
     """Looks a new request up, and frees it."""
-    result = world.run(
-        session,
-        Operation.LOOKUP_UNCOUNTED,
-        request_numbers=[number],
-        num_appended_tokens=[PROMPT],
-        block_hashes=block_hashes("abc", PROMPT // 4),
-        request_ids=[f"r{number}"],
-        **columns,
-    )
+    result = world.declare(session, Operation.LOOKUP_UNCOUNTED, number, "abc", PROMPT, **columns)
     world.free(session, number)
     return result.num_hit_tokens[0] if result.num_hit_tokens else 0
 
@@ -77,16 +60,6 @@ def test_the_step_after_a_cached_state_copies_it_and_the_copy_keeps_the_hash() -
     assert (result.num_hit_tokens, result.block_ids) == ([TAIL], [1, 2, 3, 6, 7, 8])
     assert result.copied_block_ids == [1, 6, 8]
     assert tables_of(session, 2) == [[1, 2, 3, 7], [8]]
-
-
-def test_a_hit_within_a_block_of_attention_copies_the_block() -> None:
-    world = world_of(LARGE, STATES)
-    session = world.open()
-    admit(world, session, 1)
-    go_on(world, session, 1)
-    result = admit(world, session, 2)
-    assert result.num_hit_tokens == [TAIL]
-    assert result.copied_block_ids == [0, 1, 4, 1, 3, 5]
 
 
 def test_other_sessions_find_a_state_that_is_overwritten_only_in_its_copy() -> None:
@@ -166,14 +139,7 @@ def test_a_named_hit_that_was_evicted_has_changed() -> None:
     session = world.open()
     admit(world, session, 1)
     go_on(world, session, 1)
-    found = world.run(
-        session,
-        Operation.LOOKUP,
-        request_numbers=[2],
-        num_appended_tokens=[PROMPT],
-        block_hashes=block_hashes("abc", PROMPT // 4),
-        request_ids=["r2"],
-    )
+    found = world.declare(session, Operation.LOOKUP, 2, "abc", PROMPT)
     assert (found.num_hit_tokens, found.block_ids) == ([TAIL], [1, 3])
     with pytest.raises(InvalidArgumentError, match="blocks of 16 tokens"):
         go_on(world, session, 2, num_block_ids=[1, 0], block_ids=[1])

@@ -83,14 +83,7 @@ def test_a_maximum_is_never_exceeded_and_later_operations_are_skipped(world: Wor
     session = world.open(quota=Quota(0, 5))
     assert outcome(world, session, 1, "a" * 4, 16) is Outcome.OK
     for number in (2, 3, 4):
-        world.run(
-            session,
-            Operation.APPEND,
-            request_numbers=[number],
-            num_appended_tokens=[5],
-            block_hashes=bytes([number]) * 32,
-            request_ids=[f"r{number}"],
-        )
+        world.declare(session, Operation.APPEND, number, f"{number}", 5)
     result = world.run(session, Operation.ADMIT, Operation.ADMIT, Operation.PREEMPT, request_numbers=[2, 3, 4])
     assert result.outcomes == [Outcome.OVER_QUOTA, Outcome.SKIPPED, Outcome.OK]
     assert result.free_blocks == 1
@@ -167,14 +160,7 @@ def test_blocks_behind_a_window_no_longer_count() -> None:
     world = World(num_blocks=20, specs=[SlidingWindowSpec(4, sliding_window=4)])
     session = world.open(quota=Quota(3, 3))
     assert outcome(world, session, 1, "abc", 12) is Outcome.OK
-    world.run(
-        session,
-        Operation.APPEND,
-        request_numbers=[1],
-        num_appended_tokens=[8],
-        block_hashes=b"d" * 32 + b"e" * 32,
-    )
-    assert grow(world, session, 1, 8) is Outcome.OK  # two blocks fell behind the window, two were allocated
+    assert world.decode(session, 1, "abcde", 8).outcomes == []  # two blocks fell behind the window, two were allocated
     assert session.holding
     assert len(session.holding.counts) == 3
 
@@ -193,14 +179,7 @@ def test_quotas_check_a_hit_when_it_is_allocated(world: World) -> None:
     session_number, reader = world.open(), world.open(quota=Quota(0, 2))
     outcome(world, session_number, 1, "abc", 12)
     world.run(session_number, executed=session_number.sequence)
-    found = world.run(
-        reader,
-        Operation.LOOKUP,
-        request_numbers=[1],
-        num_appended_tokens=[13],
-        block_hashes=b"".join(world.pool.blocks.prefix_map.block_hash(b) or b"" for b in table_of(session_number, 1)),
-        request_ids=["r"],
-    )
+    found = world.declare(reader, Operation.LOOKUP, 1, "abc", 13)
     assert found.block_ids == table_of(session_number, 1)
     taken = world.allocate(reader, 1, 1, hit=[table_of(session_number, 1)])
     assert taken.outcomes == [Outcome.NEVER_FITS]
@@ -246,14 +225,7 @@ def test_a_block_twice_in_one_table_counts_once(quota: Quota, world: World) -> N
     assert outcome(world, filler, 1, "a", 5) is Outcome.OK
     world.run(filler, Operation.COMMON_PREFIX, request_numbers=[1], executed=filler.sequence)
     for _ in range(2):
-        world.run(
-            reader,
-            Operation.ADMIT,
-            request_numbers=[2],
-            num_appended_tokens=[13],
-            block_hashes=block_hashes("a", 1) * 3,
-            request_ids=["r2"],
-        )
+        world.admit(reader, 2, "a", 13, block_hashes=block_hashes("a", 1) * 3)
         table = table_of(reader, 2)
         assert len(table) == 4
         assert len(set(table)) == 2

@@ -118,29 +118,6 @@ def prompt(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     return request
 
 
-def test_uncached_window_blocks_are_reused_first() -> None:
-    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
-    request = prompt(pool, "abcdef", 24)
-    table = list(request.tables[1].block_ids)
-    assert hashed(pool, request, 0) == [True] * 6
-    assert hashed(pool, request) == [False, False, False, True, True, False]
-    pool.free(request)
-    free = list(pool.blocks.free_list)
-    assert free[:4] == [table[5], *table[2::-1]]
-    assert free[-2:] == [table[4], table[3]]
-
-
-def test_blocks_behind_the_window_are_reused_in_the_same_order() -> None:
-    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
-    request = prompt(pool, "abcdef", 24)
-    table = list(request.tables[1].block_ids)
-    new = pool.allocate_slots(request, 12, sequence=STEP)
-    assert new
-    assert request.tables[1].block_ids[:5] == [0, 0, 0, 0, table[4]]
-    assert new[0] == table[2::-1]
-    assert list(pool.blocks.free_list)[-1] == table[3]
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "use_eagle", "cached"),
     [
@@ -255,14 +232,7 @@ def test_a_hit_of_an_earlier_step_keeps_the_boundary_of_its_look_up() -> None:
     world, session = opened(80, specs=[FULL, WINDOW], retention_tokens=0)
     world.admit(session, 1, "abcdef1xyz", 40)
     world.free(session, 1)
-    world.run(
-        session,
-        Operation.LOOKUP,
-        request_numbers=[2],
-        num_appended_tokens=[40],
-        block_hashes=b"".join(request_of(world.pool, "abcdef2xyz", 40).hashes),
-        request_ids=["r2"],
-    )
+    world.declare(session, Operation.LOOKUP, 2, "abcdef2xyz", 40)
     world.allocate(session, 2, 40)
     request = session.requests[next(iter(session.requests))]
     assert (request.num_prompt_tokens, request.shared_prefix_boundary_tokens) == (40, 24)
@@ -272,8 +242,7 @@ def test_a_hit_of_an_earlier_step_keeps_the_boundary_of_its_look_up() -> None:
 def test_generated_tokens_are_not_part_of_the_prompt() -> None:
     world, session = opened(80, specs=[FULL, WINDOW], retention_tokens=0)
     world.admit(session, 1, "abcdefghij", 38)
-    more = request_of(world.pool, "abcdefghij", 40).hashes[-1]
-    world.allocate(session, 1, 2, num_appended_tokens=[2], block_hashes=more)
+    world.decode(session, 1, "abcdefghij", 2)
     (request,) = session.requests.values()
     assert request.num_prompt_tokens == 38
     assert hashed(world.pool, request) == [block in {7, 8} for block in range(10)]

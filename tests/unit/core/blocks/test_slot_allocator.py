@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
-
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.slot_allocator import SlotAllocator
@@ -80,18 +78,6 @@ def test_the_encoders_tokens_are_not_external() -> None:
     request = request_of(pool, "", 16)
     allocator.allocate(request, None, 8, 16, 16, 7, AllocationOptions(num_external_tokens=8), STEP)
     assert blocks_of(request) == [[3, 4], [1, 2, 5, 6]]
-
-
-@pytest.mark.parametrize(("num_spare", "fits"), [(0, True), (3, True), (4, False), (20, False)])
-def test_reserved_and_watermark_blocks_stay_free(num_spare: int, *, fits: bool) -> None:
-    pool, allocator = make(6, FULL)
-    for options in (
-        AllocationOptions(num_reserved_blocks=num_spare),
-        AllocationOptions(num_watermark_blocks=num_spare),
-    ):
-        request = request_of(pool, "", 8)
-        assert (allocator.allocate(request, None, 0, 8, 8, 0, options, STEP) is not None) is fits
-        pool.free(request)
 
 
 def test_fits_full_sequence_changes_nothing() -> None:

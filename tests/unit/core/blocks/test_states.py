@@ -61,19 +61,6 @@ def test_a_step_that_ends_a_prompt_also_writes_the_state_where_the_prompt_is_res
     assert run(spec, ends, retention_tokens=retention_tokens) == tables
 
 
-@pytest.mark.parametrize(
-    ("ends", "tables"),
-    [
-        ([10], [[0, 0, 1, 2, 3]]),
-        ([10, 13], [[0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4]]),
-        ([10, 18], [[0, 0, 1, 2, 3], [0, 0, 1, 0, 3, 2, 4]]),
-        ([10, 29], [[0, 0, 1, 2, 3], [0, 0, 1, 0, 0, 0, 0, 2, 3, 4]]),
-    ],
-)
-def test_blocks_for_drafts_move_to_the_end(ends: list[int], tables: list[list[int]]) -> None:
-    assert run(replace(STATES, num_speculative_blocks=2), ends) == tables
-
-
 @pytest.mark.parametrize(("launched", "outcome"), [(1, Outcome.NO_BLOCKS), (2, Outcome.OK), (0, Outcome.OK)])
 def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: int, outcome: Outcome) -> None:
     """Without reports each step counts as launched when the next one arrives."""

@@ -36,7 +36,7 @@ def admit(world: World, session: Session, number: int, content: str, num_blocks:
 
 
 def executed(world: World, session: Session, sequence: int) -> None:
-    world.allocator.mark_executed(world.pool, session, sequence)
+    world.executed(session, sequence)
 
 
 @pytest.mark.parametrize("operation", [FREE, PREEMPT])

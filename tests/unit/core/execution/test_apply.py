@@ -4,7 +4,6 @@ import pytest
 
 from kvpool.core.execution import apply
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome
 from support.core import World, block_hashes, opened
 
@@ -38,31 +37,6 @@ def test_a_hit_is_not_charged_to_the_budget(world: World, session: Session) -> N
     assert result.block_ids == [1, 2, 3, 5]
 
 
-def test_delayed_blocks_are_cached_by_the_cache_operation(world: World, session: Session) -> None:
-    world.admit(session, 1, "abc", 13, delay_cache_blocks=[True])
-    assert world.admit(session, 2, "abc", 13).num_hit_tokens == []
-    world.free(session, 2)
-    world.run(session, Operation.EVICT, num_block_ids=[3], block_ids=[5, 6, 7])
-    world.run(session, Operation.CACHE, request_numbers=[1], num_new_tokens=[8])
-    assert world.admit(session, 3, "abc", 13).num_hit_tokens == [8]
-
-
-def test_slots_of_rejected_tokens_are_reused(world: World, session: Session) -> None:
-    world.admit(session, 1, "a", 6)
-    world.allocate(session, 1, 5)
-    result = world.allocate(session, 1, 3, num_rejected_tokens=[4])
-    assert result.block_ids == []
-    assert session.requests[next(iter(session.requests))].num_computed_tokens == 10
-
-
-def test_reset_is_refused_while_blocks_are_in_use(world: World, session: Session) -> None:
-    world.admit(session, 1, "abc", 13)
-    assert world.run(session, Operation.RESET).outcomes == [Outcome.IN_USE]
-    world.free(session, 1)
-    assert world.run(session, Operation.RESET).outcomes == []
-    assert len(world.pool.blocks.prefix_map) == 0
-
-
 def test_common_prefix_counts_the_sessions_own_requests_only(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
@@ -84,20 +58,6 @@ def test_a_common_prefix_is_cut_where_its_comparison_would_exceed_the_work_of_a_
     assert (result.num_prefix_blocks, result.outcomes) == ([2, 0], [0, Outcome.SKIPPED])
 
 
-def test_uncached_blocks_are_reused_before_cached_blocks() -> None:
-    world, session = opened(num_blocks=6)
-    world.admit(session, 1, "ab", 10)
-    world.free(session, 1)
-    assert list(world.pool.blocks.free_list) == [3, 4, 5, 2, 1]
-
-
-def test_lru_puts_all_freed_blocks_last() -> None:
-    world, session = opened(num_blocks=6, reuse_order=ReuseOrder.LRU)
-    world.admit(session, 1, "ab", 10)
-    world.free(session, 1)
-    assert list(world.pool.blocks.free_list) == [4, 5, 3, 2, 1]
-
-
 def test_a_hit_evicted_before_allocation_is_reported_as_changed() -> None:
     world = World(num_blocks=6)  # five usable blocks
     one, other = world.open(), world.open()
@@ -112,20 +72,6 @@ def test_a_hit_evicted_before_allocation_is_reported_as_changed() -> None:
     assert (changed.outcomes, changed.num_hit_tokens, changed.block_ids) == ([Outcome.HIT_CHANGED], [8], [1, 2])
     assert list(world.pool.blocks.free_list) == before
     assert not other.by_number[next(iter(other.by_number))].holds_blocks
-
-
-def test_a_block_of_a_hit_with_other_contents_now_is_never_used() -> None:
-    world = World(num_blocks=5)
-    one, other = world.open(), world.open()
-    world.admit(one, 1, "a", 4)
-    world.free(one, 1)
-    world.run(one, executed=2)
-    world.declare(other, LOOKUP, 1, "a", 5)
-    world.admit(one, 2, "wxyz", 16)
-    world.run(one, executed=4)
-    assert world.pool.blocks.prefix_map.block_hash(next(iter(one.by_number.values())).tables[0].block_ids[-1])
-    changed = world.allocate(other, 1, 1, hit=[[1]])
-    assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])
 
 
 def test_blocks_are_private_to_their_session_until_their_step_is_executed(world: World) -> None:

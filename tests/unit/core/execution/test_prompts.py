@@ -41,7 +41,7 @@ def test_a_prompt_that_grows_is_kept_at_its_new_end(before: Operation | None, *,
     world.admit(session, 1, CONTENT, 20)
     prompt = {"num_prompt_tokens": [40]} if says else {}
     if before is ADMIT:
-        world.allocator.mark_executed(world.pool, session, session.sequence)
+        world.executed(session)
         world.run(session, Operation.PREEMPT, request_numbers=[1])
         grow(world, session, ADMIT, **prompt)
     elif before is APPEND:
@@ -50,7 +50,7 @@ def test_a_prompt_that_grows_is_kept_at_its_new_end(before: Operation | None, *,
     else:
         grow(world, session, ALLOCATE, num_new_tokens=[20], **prompt)
     assert session.requests[RequestId("r1")].num_prompt_tokens == (40 if says else 20)
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     assert (hit(world, 40) == 36) == says
 
 
@@ -58,7 +58,7 @@ def test_a_declared_request_can_have_put_out_some_of_its_tokens() -> None:
     world = sparse()
     session = world.open()
     world.admit(session, 1, CONTENT, 40, num_prompt_tokens=[20])
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     assert (hit(world, 40), hit(world, 20)) == (16, 16)
 
 
@@ -72,7 +72,7 @@ def test_a_state_at_which_a_step_ended_is_kept_for_the_new_prompt(end: int) -> N
         world.allocate(session, 1, 1, num_appended_tokens=[1], block_hashes=hashes)
         hashes = b""
     world.allocate(session, 1, num_left, num_appended_tokens=[num_left], num_prompt_tokens=[6], block_hashes=hashes)
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     assert hit(world, 6) == end // 4 * 4
 
 

@@ -110,17 +110,6 @@ def test_without_caching_no_hit_can_be_named() -> None:
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2)] == [1, 1]
 
 
-def test_a_hash_given_twice_in_one_request_keeps_the_pool_consistent(world: World, session: Session) -> None:
-    for number in (1, 2):
-        try:
-            world.run(
-                session, ADMIT, request_numbers=[number], num_appended_tokens=[9],
-                block_hashes=block_hashes("a", 1) * 2, request_ids=[f"r{number}"],
-            )  # fmt: skip
-        except InvalidArgumentError:
-            return
-
-
 def test_an_id_with_invalid_unicode_is_measured_in_bytes(world: World, session: Session) -> None:
     """The wire cannot carry such an id, but a caller in the same process can pass it."""
     with refused(field="request_ids[0]"):

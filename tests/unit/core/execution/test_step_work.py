@@ -7,7 +7,6 @@ import pytest
 from kvpool.core.blocks import prefix_search
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import TRY_PROBES
-from kvpool.core.execution import apply
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
@@ -95,12 +94,3 @@ def test_hashes_joined_for_a_lookup_count_once() -> None:
     request = session.by_number[RequestNumber(1)]
     first = world.pool.find_longest_cache_hit(request).num_probes
     assert first - world.pool.find_longest_cache_hit(request).num_probes == 20
-
-
-def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch, world: World, session: Session) -> None:
-    for number in (1, 2, 3):
-        world.admit(session, number, "abc", 12)
-    monkeypatch.setattr(apply, "MAX_STEP_WORK", 4)
-    result = world.run(session, *[Operation.COMMON_PREFIX] * 3, request_numbers=[1, 2, 3])
-    assert result.outcomes == [0, 0, Outcome.SKIPPED]
-    assert result.num_prefix_blocks == [2, 2, 0]

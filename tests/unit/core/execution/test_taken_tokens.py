@@ -17,63 +17,53 @@ HUGE = 2**40
 
 # Request 1 holds the blocks of 13 tokens, and has credit for 2 more: the third would fill a block. Request 2 holds no
 # blocks. Each case: the field at fault, the operations, the columns.
-BAD_STEPS: dict[str, tuple[str, list[Operation], dict[str, Any]]] = {
-    "a block filled on credit": (
-        "num_taken_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [3]},
+RUNNING: dict[str, Any] = {"request_numbers": [1], "num_new_tokens": [1]}
+
+
+def bad(field: str, *operations: Operation, **columns: Any) -> tuple[str, tuple[Operation, ...], dict[str, Any]]:
+    return field, operations, columns
+
+
+BAD_STEPS = {
+    "a block filled on credit": bad("num_taken_tokens[0]", ALLOCATE, **RUNNING, num_taken_tokens=[3]),
+    "more tokens taken than free slots": bad("num_taken_tokens[0]", ALLOCATE, **RUNNING, num_taken_tokens=[4]),
+    "more tokens taken than free slots, and some rejected": bad(
+        "num_taken_tokens[0]", ALLOCATE, **RUNNING, num_taken_tokens=[4], num_rejected_tokens=[2]
     ),
-    "more tokens taken than free slots": (
-        "num_taken_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [4]},
+    "more tokens taken than free slots, by a request to be freed": bad(
+        "num_taken_tokens[1]", ALLOCATE, FREE, request_numbers=[2, 1], num_new_tokens=[1, 0], num_taken_tokens=[0, 4]
     ),
-    "more tokens taken than free slots, and some rejected": (
-        "num_taken_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [4], "num_rejected_tokens": [2]},
+    "negative tokens taken": bad("num_taken_tokens[0]", CACHE, request_numbers=[1], num_taken_tokens=[-1]),
+    "negative tokens taken by a decode": bad("num_taken_tokens[0]", ALLOCATE, **RUNNING, num_taken_tokens=[-1]),
+    "a huge number of tokens taken": bad("num_taken_tokens[0]", APPEND, request_numbers=[1], num_taken_tokens=[HUGE]),
+    "tokens taken by a new request": bad(
+        "num_taken_tokens[0]", APPEND, request_numbers=[3], request_ids=["x"], num_taken_tokens=[1]
     ),
-    "more tokens taken than free slots, by a request to be freed": (
-        "num_taken_tokens[1]", [ALLOCATE, FREE],
-        {"request_numbers": [2, 1], "num_new_tokens": [1, 0], "num_taken_tokens": [0, 4]},
+    "tokens taken by a request that the step admits": bad(
+        "num_taken_tokens[0]",
+        ADMIT,
+        request_numbers=[3],
+        request_ids=["x"],
+        num_appended_tokens=[2],
+        num_taken_tokens=[1],
     ),
-    "negative tokens taken": (
-        "num_taken_tokens[0]", [CACHE], {"request_numbers": [1], "num_taken_tokens": [-1]},
+    "tokens taken by a request without blocks": bad(
+        "num_taken_tokens[0]", LOOKUP, request_numbers=[2], num_taken_tokens=[1]
     ),
-    "negative tokens taken by a decode": (
-        "num_taken_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [1], "num_taken_tokens": [-1]},
+    "allocation of a request without blocks that took tokens": bad(
+        "num_taken_tokens[0]", ALLOCATE, request_numbers=[2], num_new_tokens=[1], num_taken_tokens=[1]
     ),
-    "a huge number of tokens taken": (
-        "num_taken_tokens[0]", [APPEND],
-        {"request_numbers": [1], "num_taken_tokens": [HUGE]},
+    "tokens taken by an eviction": bad(
+        "request_numbers[0]", EVICT, num_taken_tokens=[1], num_block_ids=[1], block_ids=[1]
     ),
-    "tokens taken by a new request": (
-        "num_taken_tokens[0]", [APPEND],
-        {"request_numbers": [3], "request_ids": ["x"], "num_taken_tokens": [1]},
+    "tokens taken by a reset": bad("request_numbers[0]", RESET, num_taken_tokens=[1]),
+    "column of taken tokens too short": bad(
+        "num_taken_tokens", ALLOCATE, FREE, request_numbers=[1, 2], num_new_tokens=[1, 0], num_taken_tokens=[1]
     ),
-    "tokens taken by a request that the step admits": (
-        "num_taken_tokens[0]", [ADMIT],
-        {"request_numbers": [3], "request_ids": ["x"], "num_appended_tokens": [2], "num_taken_tokens": [1]},
+    "allocation beyond max_model_len, after tokens taken": bad(
+        "num_new_tokens[0]", ALLOCATE, request_numbers=[1], num_new_tokens=[242], num_taken_tokens=[2]
     ),
-    "tokens taken by a request without blocks": (
-        "num_taken_tokens[0]", [LOOKUP], {"request_numbers": [2], "num_taken_tokens": [1]},
-    ),
-    "allocation of a request without blocks that took tokens": (
-        "num_taken_tokens[0]", [ALLOCATE],
-        {"request_numbers": [2], "num_new_tokens": [1], "num_taken_tokens": [1]},
-    ),
-    "tokens taken by an eviction": (
-        "request_numbers[0]", [EVICT],
-        {"num_taken_tokens": [1], "num_block_ids": [1], "block_ids": [1]},
-    ),
-    "tokens taken by a reset": ("request_numbers[0]", [RESET], {"num_taken_tokens": [1]}),
-    "column of taken tokens too short": (
-        "num_taken_tokens", [ALLOCATE, FREE],
-        {"request_numbers": [1, 2], "num_new_tokens": [1, 0], "num_taken_tokens": [1]},
-    ),
-    "allocation beyond max_model_len, after tokens taken": (
-        "num_new_tokens[0]", [ALLOCATE],
-        {"request_numbers": [1], "num_new_tokens": [242], "num_taken_tokens": [2]},
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -100,13 +100,6 @@ def test_rule_2_the_smallest_number_of_blocks_applies_to_all() -> None:
     assert configs[0].groups == declared().config.groups
 
 
-def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank(world: Gathering) -> None:
-    links = [world.register(declaring(rank)) for rank in range(2)]
-    world.allocate(links[0])
-    world.allocate(links[1], 7)
-    assert opened(world) == replace(declared().config, num_blocks=7)
-
-
 def test_a_server_limits_the_declared_blocks() -> None:
     world = Gathering(max_blocks=99)
     error = world.last(world.register(declaring(0, 1)))

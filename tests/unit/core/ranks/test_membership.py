@@ -54,12 +54,6 @@ def test_a_pool_opens_when_all_ranks_have_allocated(world: Gathering) -> None:
     assert [world.last(first), world.last(second)] == [Ready(1, 100, 1024) for link in (first, second)]
 
 
-def test_the_rank_with_the_least_memory_decides_the_plan(world: Gathering) -> None:
-    links = [world.register(registration(rank, blocks=blocks)) for rank, blocks in enumerate((500, 80))]
-    world.allocate_all(*links)
-    assert world.num_blocks == 80
-
-
 def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank(world: Gathering) -> None:
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0])

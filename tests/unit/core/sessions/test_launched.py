@@ -8,7 +8,7 @@ from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Step, StepResult
-from support.core import BLOCK_SIZE, World, block_hashes, opened
+from support.core import World, block_hashes, opened
 from support.refusals import refused
 
 ADMIT, ALLOCATE, CACHE, FREE, PREEMPT = (
@@ -29,17 +29,6 @@ def leave(world: World, session: Session, leaving: Operation, number: int = 1, *
     run(world, session, leaving, request_numbers=[number], **columns)
 
 
-def num_found(world: World, session: Session, content: str, number: int = 99) -> int:
-    """Returns the number of tokens of a prompt that a session would hit; makes two steps, but changes nothing else."""
-    num_tokens = BLOCK_SIZE * len(content) + 1
-    result = world.run(
-        session, Operation.LOOKUP_UNCOUNTED, request_numbers=[number], num_appended_tokens=[num_tokens],
-        block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
-    )  # fmt: skip
-    world.free(session, number)
-    return sum(result.num_hit_tokens)
-
-
 @LEAVING
 def test_blocks_of_launched_steps_are_hit_by_their_session_and_after_execution_by_others(
     leaving: Operation,
@@ -48,9 +37,9 @@ def test_blocks_of_launched_steps_are_hit_by_their_session_and_after_execution_b
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 13)
     leave(world, one, leaving, launched=1)
-    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (12, 0)
+    assert (world.num_found(one, "abc"), world.num_found(other, "abc")) == (12, 0)
     run(world, one, executed=1)
-    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (12, 12)
+    assert (world.num_found(one, "abc"), world.num_found(other, "abc")) == (12, 12)
 
 
 @LEAVING
@@ -60,16 +49,16 @@ def test_blocks_of_steps_not_launched_are_hit_by_no_session(leaving: Operation, 
     run(world, one, ALLOCATE, request_numbers=[1], num_appended_tokens=[4], num_new_tokens=[4],
         block_hashes=block_hashes("abc", 3)[-32:], launched=1)  # step 2  # fmt: skip
     leave(world, one, leaving, launched=1)
-    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (8, 0)
+    assert (world.num_found(one, "abc"), world.num_found(other, "abc")) == (8, 0)
     run(world, one, executed=one.sequence)
-    assert num_found(world, other, "abc") == 8
+    assert world.num_found(other, "abc") == 8
 
 
 def test_a_lower_launched_number_changes_nothing(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     run(world, session, launched=1)
     leave(world, session, FREE, launched=0)
-    assert num_found(world, session, "abc") == 12
+    assert world.num_found(session, "abc") == 12
 
 
 def test_a_session_that_reports_only_execution_does_not_hit_unexecuted_blocks(world: World, session: Session) -> None:
@@ -77,7 +66,7 @@ def test_a_session_that_reports_only_execution_does_not_hit_unexecuted_blocks(wo
     run(world, session, executed=1)
     world.admit(session, 2, "xyz", 13)
     leave(world, session, FREE, number=2)
-    assert (num_found(world, session, "abc"), num_found(world, session, "xyz")) == (12, 0)
+    assert (world.num_found(session, "abc"), world.num_found(session, "xyz")) == (12, 0)
 
 
 @pytest.mark.parametrize("launched", [-1, 3, 2**40, 2**64])
@@ -99,7 +88,7 @@ def test_the_end_of_a_session_withdraws_launched_but_unexecuted_blocks(world: Wo
     world.admit(one, 2, "xyz", 13)
     leave(world, one, FREE, launched=2)
     world.allocator.close_session(one.session_id, 0.0)
-    assert (num_found(world, other, "abc"), num_found(world, other, "xyz")) == (0, 0)
+    assert (world.num_found(other, "abc"), world.num_found(other, "xyz")) == (0, 0)
 
 
 def delayed(world: World, session: Session) -> None:
@@ -114,15 +103,15 @@ def test_blocks_cached_late_count_as_filled_by_the_allocating_step(world: World,
     delayed(world, one)
     run(world, one, CACHE, request_numbers=[1], num_new_tokens=[12], launched=1)
     world.free(one, 1)
-    assert (num_found(world, one, "abc"), num_found(world, other, "abc")) == (12, 0)
+    assert (world.num_found(one, "abc"), world.num_found(other, "abc")) == (12, 0)
     run(world, one, executed=1)
-    assert num_found(world, other, "abc") == 12
+    assert world.num_found(other, "abc") == 12
 
 
 def test_blocks_cached_after_execution_are_visible_at_once(world: World, one: Session, other: Session) -> None:
     delayed(world, one)
     run(world, one, CACHE, request_numbers=[1], num_new_tokens=[12], launched=1, executed=1)
-    assert num_found(world, other, "abc") == 12
+    assert world.num_found(other, "abc") == 12
     assert not world.pool.blocks.prefix_map.pending.steps
 
 
@@ -130,9 +119,9 @@ def test_without_launch_reports_blocks_count_as_filled_by_the_caching_step(world
     one, other = world.open(), world.open()
     delayed(world, one)
     run(world, one, CACHE, request_numbers=[1], num_new_tokens=[12], executed=1)
-    assert num_found(world, other, "abc") == 0
+    assert world.num_found(other, "abc") == 0
     run(world, one, executed=2)
-    assert num_found(world, other, "abc") == 12
+    assert world.num_found(other, "abc") == 12
 
 
 def test_blocks_cached_late_count_as_filled_by_the_newest_allocation(world: World, session: Session) -> None:
@@ -144,7 +133,7 @@ def test_blocks_cached_late_count_as_filled_by_the_newest_allocation(world: Worl
     run(world, session, CACHE, request_numbers=[1], num_new_tokens=[16])
     assert world.pool.blocks.prefix_map.pending.steps == dict.fromkeys(map(BlockId, (1, 2, 3, 4)), 2)
     leave(world, session, FREE, launched=1)
-    assert num_found(world, session, "abcd") == 0
+    assert world.num_found(session, "abcd") == 0
 
 
 @pytest.mark.parametrize("quota", [NO_QUOTA, Quota(max_blocks=10)])

@@ -59,7 +59,7 @@ def test_an_older_executed_number_changes_nothing(world: World, session: Session
 
 def test_execution_of_the_last_step_can_be_reported_outside_a_step(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
-    world.allocator.mark_executed(world.pool, session, 1)
+    world.executed(session, 1)
     assert (session.executed_sequence, dict(world.pool.blocks.prefix_map.pending.steps)) == (1, {})
 
 
@@ -67,7 +67,7 @@ def test_execution_of_the_last_step_can_be_reported_outside_a_step(world: World,
 def test_execution_of_steps_never_sent_is_refused(executed: int, world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     with world.refuses(field="executed_sequence"):
-        world.allocator.mark_executed(world.pool, session, executed)
+        world.executed(session, executed)
 
 
 def test_generated_request_numbers_are_negative_and_unused(world: World, session: Session) -> None:
@@ -75,14 +75,8 @@ def test_generated_request_numbers_are_negative_and_unused(world: World, session
     for expected in (-2, -3):
         number = session.free_number()
         assert number == expected
-        world.run(
-            session,
-            Operation.APPEND,
-            request_numbers=[number],
-            num_appended_tokens=[1],
-            request_ids=[f"unnamed{number}"],
-        )
-    assert session.request_number(RequestId("unnamed-3")) == -3
+        world.declare(session, Operation.APPEND, number, "", 1)
+    assert session.request_number(RequestId("r-3")) == -3
     assert session.request_number(RequestId("r7")) == RequestNumber(7)
     assert session.request_number(RequestId("r8")) is None
 

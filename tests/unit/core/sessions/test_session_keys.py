@@ -84,14 +84,6 @@ def test_keys_have_a_maximum_length(world: Keyed, key: str) -> None:
     assert world.sessions() == [session]
 
 
-def test_a_closed_session_gets_its_count_again(world: Keyed) -> None:
-    session = world.open_with("k")
-    world.admit(session, 1, "abc", 13)
-    assert world.allocator.close_session(session.session_id, 0.0)[1] == 1
-    ended = world.allocator.sessions.ends
-    assert (ended.num_freed_by_close(session.session_id), ended.num_freed_by_close("id9")) == (1, None)
-
-
 @pytest.mark.parametrize(
     ("bounds", "field"),
     [

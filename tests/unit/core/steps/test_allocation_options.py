@@ -13,7 +13,7 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
-from support.core import BLOCK_SIZE, World, block_hashes, opened
+from support.core import BLOCK_SIZE, World, opened
 from support.refusals import refused
 
 ADMIT, ALLOCATE, APPEND, CACHE, LOOKUP = (
@@ -35,14 +35,7 @@ TERMS = (
 
 
 def add(world: World, session: Session, number: int, content: str, num_tokens: int) -> None:
-    world.run(
-        session,
-        APPEND,
-        request_numbers=[number],
-        num_appended_tokens=[num_tokens],
-        block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if world.pool.config.enable_caching else b"",
-        request_ids=[f"r{number}"],
-    )
+    world.declare(session, APPEND, number, content, num_tokens)
 
 
 def ask(world: World, session: Session, operation: Operation, number: int, new: int, **columns: Any) -> StepResult:
@@ -239,15 +232,6 @@ def test_external_tokens_can_follow_a_hit_without_new_tokens(world: World, sessi
     assert the(session, 2).num_computed_tokens == 20
 
 
-def test_all_groups_allocate_external_tokens_before_new_tokens() -> None:
-    world, session = opened(specs=[FULL, FULL])
-    add(world, session, 1, "abcd", 16)
-    result = ask(world, session, ALLOCATE, 1, 8, num_external_tokens=8)
-    assert tables(session, 1) == [[1, 2, 5, 6], [3, 4, 7, 8]]
-    assert result.block_ids == [1, 2, 5, 6, 3, 4, 7, 8]
-    assert result.num_new_blocks == [4, 4]
-
-
 def test_external_tokens_advance_windows_and_leave_null_blocks() -> None:
     world, session = opened(specs=[FULL, WINDOW])
     world.admit(session, 1, "ab", 9)
@@ -327,16 +311,6 @@ def test_reserves_count_blocks_available_to_the_session() -> None:
     assert outcome(ask(world, one, ADMIT, 1, 0, num_reserved_blocks=10)) is Outcome.OK
 
 
-def test_blocks_freed_behind_a_window_leave_the_quota() -> None:
-    world = World(num_blocks=20, specs=[WINDOW])
-    session = world.open(quota=Quota(0, 6))
-    world.admit(session, 1, "abcd", 16)
-    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=16)
-    assert num_counted(session) == 5
-    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty tokens are executed
-    assert num_counted(session) == 4
-
-
 @pytest.mark.parametrize("name", TERMS)
 def test_a_column_of_another_length_is_refused(name: str, world: World, session: Session) -> None:
     add(world, session, 1, "abc", 12)
@@ -397,13 +371,6 @@ def test_a_preempted_request_can_have_external_tokens(world: World, session: Ses
     assert the(session, 1).num_computed_tokens == 9
 
 
-def test_a_refusal_due_to_options_stops_further_allocations_of_the_step(world: World, session: Session) -> None:
-    for number in (1, 2):
-        add(world, session, number, "abc", 12)
-    result = world.run(session, ADMIT, ADMIT, request_numbers=[1, 2], num_reserved_blocks=[17, 0])
-    assert result.outcomes == [Outcome.NO_BLOCKS, Outcome.SKIPPED]
-
-
 def test_options_apply_to_their_operation_only(world: World, session: Session) -> None:
     for number in (1, 2):
         add(world, session, number, "abc"[number:], 8)
@@ -429,51 +396,26 @@ def test_a_lookup_is_counted_at_allocation_with_the_allocated_hit() -> None:
     assert stats.requests == counted[0] + 1
 
 
-def test_a_lookup_whose_hit_is_not_used_counts_as_a_miss(world: World, session: Session) -> None:
-    add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, ALLOCATE, 1, 13)
-    assert (world.pool.stats.requests, world.pool.stats.hits_tokens) == (1, 0)
-
-
 @pytest.mark.parametrize(
-    ("second", "count"), [(LOOKUP, 1), (Operation.LOOKUP_UNCOUNTED, 0), (Operation.LOOKUP_COUNTED_AT_ONCE, 1)]
+    ("operations", "count"),
+    [
+        ([LOOKUP], 0),
+        ([LOOKUP, ALLOCATE], 1),
+        ([LOOKUP, ADMIT], 1),
+        ([LOOKUP, LOOKUP, ALLOCATE], 1),
+        ([LOOKUP, Operation.LOOKUP_UNCOUNTED, ALLOCATE], 0),
+        ([LOOKUP, Operation.LOOKUP_COUNTED_AT_ONCE, ALLOCATE], 1),
+    ],
 )
-def test_the_newest_lookup_decides_whether_it_is_counted(second: Operation, count: int) -> None:
+def test_the_newest_lookup_is_counted_once_when_its_request_gets_slots(operations: list[Operation], count: int) -> None:
     world, session = opened()
     add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, second, 1, 0)
-    ask(world, session, ALLOCATE, 1, 13)
+    for operation in operations:
+        ask(world, session, operation, 1, 13 if operation is ALLOCATE else 0)
     assert world.pool.stats.requests == count
-
-
-def test_an_admission_does_not_count_a_deferred_lookup_again(world: World, session: Session) -> None:
-    add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, ADMIT, 1, 0)
-    assert world.pool.stats.requests == 1
-
-
-def test_a_refused_admission_keeps_a_deferred_lookup() -> None:
-    world, session = opened(num_blocks=5)
-    add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    assert outcome(ask(world, session, ADMIT, 1, 0, num_reserved_blocks=1)) is Outcome.NO_BLOCKS
-    assert world.pool.stats.requests == 0
-    ask(world, session, ALLOCATE, 1, 13)
-    assert world.pool.stats.requests == 1
 
 
 def test_a_deferred_lookup_requires_a_request_without_blocks(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     with pytest.raises(KvpoolError, match="holds blocks"):
         ask(world, session, LOOKUP, 1, 0)
-
-
-def test_the_lookup_of_a_preempted_request_is_counted_separately(world: World, session: Session) -> None:
-    world.admit(session, 1, "abc", 13)
-    world.run(session, Operation.PREEMPT, request_numbers=[1])
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, ALLOCATE, 1, 13)
-    assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)
