@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.core.ids import PoolName
@@ -28,6 +28,7 @@ from kvpool.core.ranks.messages import (
     PoolStatus,
     Rank,
     RankGroupOptions,
+    RankState,
     RankTiming,
     Registration,
     ServerMessage,
@@ -37,6 +38,7 @@ from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
 from support.refusals import Caught, Kind, refused
 
+_Kind = TypeVar("_Kind")
 LAYER = FullAttentionSpec(16, 2, 64, "bfloat16")
 LAYERS = {f"layer.{i}": LAYER for i in range(2)}
 BLOCK_BYTES = 2 * LAYER.page_size_bytes
@@ -159,6 +161,23 @@ class Gathering:
             for message in reversed(self.sent[link])
             if not (isinstance(message, PoolStatus) and message.heartbeat_sequence)
         )
+
+    def expect(self, link: LinkId, kind: type[_Kind]) -> _Kind:
+        """The last message to a link, which is of a kind; see `last`."""
+        message = self.last(link)
+        assert isinstance(message, kind)
+        return message
+
+    @property
+    def opened(self) -> PoolConfig:
+        """The configuration with which the pool opened last; nothing happened to it since."""
+        opened = self.pool[-1]
+        assert isinstance(opened, PoolOpened)
+        return opened.config
+
+    @property
+    def rank_states(self) -> list[RankState]:
+        return [info.state for info in self.members.registry.rank_infos()]
 
     def snapshot(self) -> object:
         """The visible state of the membership."""

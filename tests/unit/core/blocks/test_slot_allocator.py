@@ -45,24 +45,17 @@ def test_all_groups_get_blocks_or_none() -> None:
 
 def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     """Rule 2: blocks 1 to 4 hold the hit, and are next in the free list."""
-    pool = KVCacheManager(config(8, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
-    request = admit(pool, "ab", 8)
-    hit = tuple(list(ids) for ids in blocks_of(request))
-    admit(pool, "x", 4)
-    pool.free(request)
-    taker = request_of(pool, "ab", 13)
-    options = AllocationOptions(num_external_tokens=1)
-    new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
-    assert new is None  # lacks two blocks; one is free
-    assert list(pool.blocks.free_list) == [7, 2, 1, 4, 3]
-    with_one_more = KVCacheManager(config(9, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
-    request = admit(with_one_more, "ab", 8)
-    hit = tuple(list(ids) for ids in blocks_of(request))
-    admit(with_one_more, "x", 4)
-    with_one_more.free(request)
-    taker = request_of(with_one_more, "ab", 13)
-    new = with_one_more._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
-    assert (new, blocks_of(taker)) == (([7], [8]), [[1, 2, 7], [3, 4, 8]])
+    for num_blocks, answer, table in ((8, None, [[], []]), (9, ([7], [8]), [[1, 2, 7], [3, 4, 8]])):
+        pool = KVCacheManager(config(num_blocks, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
+        request = admit(pool, "ab", 8)
+        hit = tuple(list(ids) for ids in blocks_of(request))
+        admit(pool, "x", 4)
+        pool.free(request)
+        taker, free = request_of(pool, "ab", 13), list(pool.blocks.free_list)
+        options = AllocationOptions(num_external_tokens=1)
+        new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
+        assert (new, blocks_of(taker)) == (answer, table)
+        assert new or list(pool.blocks.free_list) == free
 
 
 def test_external_tokens_get_blocks_first_in_all_groups() -> None:

@@ -9,7 +9,7 @@ from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, 
 from kvpool.core.ids import SessionNumber
 from kvpool.core.planning.plan import KVCacheTensor
 from kvpool.core.ranks.declared import Difference, declared_difference
-from kvpool.core.ranks.effects import EpochPassed, PoolOpened, ProcessesGone
+from kvpool.core.ranks.effects import EpochPassed, ProcessesGone
 from kvpool.core.ranks.messages import (
     MAX_NAMED_SESSIONS,
     DeclaredMemory,
@@ -20,7 +20,7 @@ from kvpool.core.ranks.messages import (
     Registration,
 )
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
-from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig, ReuseOrder
+from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, ReuseOrder
 from support.ranks import BLOCK_BYTES, LAYER, LAYERS, Gathering, declared, declaring, registration
 from support.refusals import refused
 
@@ -48,12 +48,6 @@ def form(*memories: DeclaredMemory, world: Gathering | None = None) -> tuple[Gat
     return world, links
 
 
-def opened(world: Gathering) -> PoolConfig:
-    last = world.pool[-1]
-    assert isinstance(last, PoolOpened)
-    return last.config
-
-
 def planned(world: Gathering, link: LinkId) -> Planned:
     plan = next(each for each in reversed(world.sent[link]) if isinstance(each, Planned))
     assert isinstance(plan, Planned)
@@ -77,7 +71,7 @@ def test_rule_3_the_pool_gets_the_declared_configuration() -> None:
         use_eagle=True,
     )
     world, links = form(memory, memory)
-    assert opened(world) == memory.config
+    assert world.opened == memory.config
     assert [world.last(link) for link in links] == [Ready(1, 100, 1024)] * 2
     assert world.members.registry.fingerprint == memory.fingerprint
 
@@ -85,12 +79,12 @@ def test_rule_3_the_pool_gets_the_declared_configuration() -> None:
 def test_sparse_caching_of_windows_is_declared_too() -> None:
     memory = declared(groups=(group("a"), windows("b")), retention_tokens=64)
     world, _ = form(memory)
-    assert opened(world).retention_tokens == 64
+    assert world.opened.retention_tokens == 64
 
 
 def test_rule_2_the_smallest_number_of_blocks_applies_to_all() -> None:
     world, links = form(declared(blocks=500), declared(blocks=80, block_bytes=3 * BLOCK_BYTES))
-    assert opened(world).num_blocks == 80
+    assert world.opened.num_blocks == 80
     configs = [planned(world, link).config for link in links]
     assert [config.num_blocks for config in configs] == [80, 80]
     assert [config.tensors for config in configs] == [
@@ -102,8 +96,7 @@ def test_rule_2_the_smallest_number_of_blocks_applies_to_all() -> None:
 
 def test_a_server_limits_the_declared_blocks() -> None:
     world = Gathering(max_blocks=99)
-    error = world.last(world.register(declaring(0, 1)))
-    assert isinstance(error, InvalidArgumentError)
+    error = world.expect(world.register(declaring(0, 1)), InvalidArgumentError)
     assert (error.reason, error.field) == ("TOO_MANY_BLOCKS", "register.declared.config.num_blocks")
     assert not world.members.registry
 
@@ -114,7 +107,7 @@ def test_pipeline_stages_declare_different_layers_of_the_same_groups() -> None:
         declared(groups=(group("layer.2"), windows())),
     ]
     world, links = form(*stages)
-    assert [each.layer_names for each in opened(world).groups] == [("layer.0", "layer.2"), ("layer.1",)]
+    assert [each.layer_names for each in world.opened.groups] == [("layer.0", "layer.2"), ("layer.1",)]
     assert planned(world, links[1]).config.groups == stages[1].config.groups
     assert planned(world, links[1]).config.tensors[0].shared_by == ("layer.2",)
 
@@ -137,10 +130,10 @@ def test_groups_of_uniform_type_get_the_layers_of_all_stages() -> None:
         declared(groups=(uniform((), a=LAYER, b=WIDE), windows("v"))),
     ]
     world, _ = form(*stages)
-    merged, window = opened(world).groups
+    merged, window = world.opened.groups
     assert merged == uniform(("a", "b", "c"), a=LAYER, b=WIDE, c=WIDE)
     assert window.layer_names == ("w", "v")
-    opened(world).check()
+    world.opened.check()
 
 
 @pytest.mark.parametrize(
@@ -251,7 +244,7 @@ def test_a_lone_rank_that_returns_with_another_declaration_begins_an_epoch(chang
     link = world.register(declaring(0, 1, declared(**changes), held=HeldTensors(1, 100)))
     assert world.pool[-1] == EpochPassed(2)
     world.allocate(link)
-    assert (world.epoch, opened(world)) == (2, declared(**changes).config)
+    assert (world.epoch, world.opened) == (2, declared(**changes).config)
 
 
 def test_a_lone_rank_may_change_what_all_ranks_share() -> None:
@@ -260,7 +253,7 @@ def test_a_lone_rank_may_change_what_all_ranks_share() -> None:
     links = [world.register(declaring(rank, 2, memory, boot_id=f"process-{rank}")) for rank in range(2)]
     world.allocate_all(*links)
     assert (world.epoch, world.members.registry.world_size) == (2, 2)
-    assert world.members.registry.options.max_model_len == opened(world).max_model_len == 64
+    assert world.members.registry.options.max_model_len == world.opened.max_model_len == 64
 
 
 def test_while_another_rank_lives_a_rank_may_change_its_size_only() -> None:
@@ -284,7 +277,7 @@ def test_a_group_whose_ranks_are_all_lost_is_formed_again_with_another_declarati
     assert refuse(world, declaring(0)).reason == "RANKS_DISAGREE"
     second = world.register(declaring(0, memory=memory, boot_id="another-0"))
     world.allocate_all(first, second)
-    assert (world.epoch, opened(world)) == (2, memory.config)
+    assert (world.epoch, world.opened) == (2, memory.config)
 
 
 def test_ranks_that_plan_may_follow_ranks_that_declared() -> None:

@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_return_is_lost_after_the_heartbeat_timeout() -> No
     assert after.members.state is PoolState.READY
     after.wait(TIMING.heartbeat_timeout_seconds * 0.2)
     assert [type(effect) for effect in after.pool] == [PoolSuspended]
-    assert [info.state for info in after.members.registry.rank_infos()] == [RankState.READY, RankState.LOST]
+    assert after.rank_states == [RankState.READY, RankState.LOST]
     returning(after, 1)
     assert after.members.state is PoolState.READY
 
@@ -94,7 +94,7 @@ def test_a_rank_that_left_without_answers_and_died_is_lost_after_the_heartbeat_t
     gathering.beat(second)
     gathering.wait(TIMING.heartbeat_timeout_seconds * 0.2)
     assert [type(effect) for effect in gathering.pool] == [PoolSuspended]
-    assert [info.state for info in gathering.members.registry.rank_infos()] == [RankState.LOST, RankState.READY]
+    assert gathering.rank_states == [RankState.LOST, RankState.READY]
 
 
 def test_a_rank_that_was_away_before_is_not_excused() -> None:
@@ -103,6 +103,6 @@ def test_a_rank_that_was_away_before_is_not_excused() -> None:
     gathering.wait(TIMING.heartbeat_timeout_seconds)
     gathering.break_link(first, is_expected=True)
     gathering.members.excuse(gathering.now_seconds)
-    assert [info.state for info in gathering.members.registry.rank_infos()] == [RankState.LOST, RankState.SILENT]
+    assert gathering.rank_states == [RankState.LOST, RankState.SILENT]
     gathering.beat(second)
     assert gathering.members.state is PoolState.DEGRADED

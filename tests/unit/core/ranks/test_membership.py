@@ -59,9 +59,7 @@ def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank(world: Gathering)
     world.allocate(links[0])
     world.allocate(links[1], 77)
     assert world.num_blocks == 77
-    ready = world.last(links[0])
-    assert isinstance(ready, Ready)
-    assert ready.num_blocks == 77
+    assert world.expect(links[0], Ready).num_blocks == 77
 
 
 def test_a_pool_too_small_for_one_request_fits_a_shorter_one_if_allowed(world: Gathering) -> None:
@@ -69,9 +67,7 @@ def test_a_pool_too_small_for_one_request_fits_a_shorter_one_if_allowed(world: G
     links = [world.register(registration(rank, options=options)) for rank in range(2)]
     world.allocate(links[0], 21)
     world.allocate(links[1])
-    opened = world.pool[-1]
-    assert isinstance(opened, PoolOpened)
-    assert (opened.config.num_blocks, opened.config.max_model_len) == (21, 320)
+    assert (world.opened.num_blocks, world.opened.max_model_len) == (21, 320)
 
 
 def test_a_pool_too_small_for_one_request_is_refused_to_all_ranks(world: Gathering) -> None:
@@ -79,9 +75,7 @@ def test_a_pool_too_small_for_one_request_is_refused_to_all_ranks(world: Gatheri
     world.allocate(links[0], 21)
     world.allocate(links[1])
     for link in links:
-        error = world.last(link)
-        assert isinstance(error, InvalidArgumentError)
-        assert error.reason == "ONE_REQUEST_DOES_NOT_FIT"
+        assert world.expect(link, InvalidArgumentError).reason == "ONE_REQUEST_DOES_NOT_FIT"
     assert not world.members.registry
     assert not world.pool
 
@@ -96,9 +90,7 @@ def test_a_plan_that_cannot_be_made_ends_all_ranks_with_the_planners_error(world
 def test_more_blocks_than_the_servers_limit_are_refused() -> None:
     world = Gathering(max_blocks=90)
     link = world.register(registration(0, 1))
-    error = world.last(link)
-    assert isinstance(error, InvalidArgumentError)
-    assert error.reason == "TOO_MANY_BLOCKS"
+    assert world.expect(link, InvalidArgumentError).reason == "TOO_MANY_BLOCKS"
     link = world.register(registration(0, 1, options=replace(OPTIONS, num_blocks_override=90)))
     world.allocate(link)
     assert world.num_blocks == 90
@@ -106,13 +98,10 @@ def test_more_blocks_than_the_servers_limit_are_refused() -> None:
 
 def test_pipeline_stages_register_different_layers(world: Gathering) -> None:
     links = [world.register(registration(rank, layers={f"layer.{rank}": LAYER})) for rank in range(2)]
-    plan = world.last(links[1])
-    assert isinstance(plan, Planned)
+    plan = world.expect(links[1], Planned)
     assert [group.layer_names for group in plan.config.groups] == [("layer.1",)]
     world.allocate_all(*links)
-    opened = world.pool[-1]
-    assert isinstance(opened, PoolOpened)
-    assert opened.config.groups[0].layer_names == ("layer.0", "layer.1")
+    assert world.opened.groups[0].layer_names == ("layer.0", "layer.1")
 
 
 LOSSES = pytest.mark.parametrize("by", ["break", "silence"])
@@ -127,17 +116,22 @@ def lose(world: Gathering, lost: object, others: list, by: str) -> None:  # type
     world.wait(1.5)
 
 
+def beat_later(world: Gathering, link: LinkId) -> None:
+    world.now_seconds += 4.0
+    world.beat(link)
+    world.wait(0.0)
+
+
 @LOSSES
 def test_a_lost_rank_suspends_the_pool_and_keeps_the_epoch(by: str, world: Gathering, links: list[LinkId]) -> None:
     lose(world, links[1], links[:1], by)
     assert world.members.state is PoolState.DEGRADED
     assert isinstance(world.pool[-1], PoolSuspended)
     assert world.members.epoch == 1
-    sent = world.last(links[0])
-    assert isinstance(sent, PoolStatus)
+    sent = world.expect(links[0], PoolStatus)
     assert (sent.state, sent.absent_ranks) == (PoolState.DEGRADED, (1,))
     state = RankState.LOST if by == "break" else RankState.SILENT
-    assert [info.state for info in world.members.registry.rank_infos()] == [RankState.READY, state]
+    assert world.rank_states == [RankState.READY, state]
 
 
 @LOSSES
@@ -151,9 +145,7 @@ def test_rule_4_a_process_that_returns_in_time_loses_nothing(by: str, world: Gat
         world.register(registration(1, held=held()))
     assert [type(effect) for effect in world.pool] == [PoolOpened, PoolSuspended, PoolResumed]
     assert world.members.state is PoolState.READY
-    ready = world.last(links[0])
-    assert isinstance(ready, Ready)
-    assert ready.epoch == 1
+    assert world.expect(links[0], Ready).epoch == 1
 
 
 @pytest.mark.parametrize(
@@ -191,16 +183,12 @@ def test_rule_3_a_rank_that_does_not_return_is_given_up_after_the_grace_time(by:
     links = world.form()
     lose(world, links[1], links[:1], by)
     for _ in range(7):
-        world.now_seconds += 4.0
-        world.beat(links[0])
-        world.wait(0.0)
+        beat_later(world, links[0])
     assert EpochPassed(2) not in world.pool
-    world.now_seconds += 4.0
-    world.beat(links[0])
-    world.wait(0.0)
+    beat_later(world, links[0])
     assert world.pool[-1] == EpochPassed(2)
     assert world.members.state is PoolState.DEGRADED
-    assert [info.state for info in world.members.registry.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
+    assert world.rank_states == [RankState.REGISTERED, RankState.ABSENT]
     if by == "silence":
         assert isinstance(world.last(links[1]), AbortedError)
         with pytest.raises(AbortedError):
@@ -211,8 +199,7 @@ def test_a_successor_gets_a_new_plan_and_all_others_too(world: Gathering, links:
     world.break_link(links[1])
     successor = world.register(registration(1, boot_id="successor", blocks=80))
     assert world.pool[-1] == EpochPassed(2)
-    plan = world.last(links[0])
-    assert isinstance(plan, Planned)
+    plan = world.expect(links[0], Planned)
     assert (plan.epoch, plan.config.num_blocks) == (2, 80)
     world.allocate(links[0], 100)  # it keeps its tensors
     world.allocate(successor)
@@ -236,9 +223,7 @@ def test_the_rank_at_fault_is_refused_not_the_newest_one(world: Gathering) -> No
         world.break_link(link)
     poor = world.register(registration(1, 3, boot_id="poor-one", blocks=3))
     last = world.register(registration(2, 3, boot_id="last-one"))
-    error = world.last(poor)
-    assert isinstance(error, InvalidArgumentError)
-    assert error.field == "ranks[1].available_bytes"
+    assert world.expect(poor, InvalidArgumentError).field == "ranks[1].available_bytes"
     better = world.register(registration(1, 3, boot_id="better-one"))
     world.allocate_all(links[0], better, last)
     assert world.is_serving
@@ -248,11 +233,9 @@ def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan(world:
     links = [world.register(registration(rank)) for rank in range(2)]
     world.allocate(links[0])
     world.break_link(links[1])
-    assert [info.state for info in world.members.registry.rank_infos()] == [RankState.REGISTERED, RankState.ABSENT]
+    assert world.rank_states == [RankState.REGISTERED, RankState.ABSENT]
     back = world.register(registration(1))
-    plan = world.last(links[0])
-    assert isinstance(plan, Planned)
-    assert plan.epoch == 2
+    assert world.expect(links[0], Planned).epoch == 2
     world.allocate_all(links[0], back)
     assert (world.epoch, world.is_serving) == (2, True)
 
@@ -366,9 +349,7 @@ def test_a_new_stream_of_the_same_process_takes_over(world: Gathering, links: li
     newer = world.register(registration(0, held=held()))
     assert world.last(newer) == Ready(1, 100, 1024)
     assert len(world.sent[links[1]]) == others, "nothing has changed for them"
-    old = world.last(links[0])
-    assert isinstance(old, AbortedError)
-    assert old.reason == "STREAM_SUPERSEDED"
+    assert world.expect(links[0], AbortedError).reason == "STREAM_SUPERSEDED"
     world.break_link(links[0])
     assert world.is_serving
     world.beat(newer)
