@@ -122,6 +122,10 @@ class Gathering:
         self.do(self.members.register(link, said, self.now_seconds))
         return link
 
+    def register_all(self, world_size: int = 2) -> list[LinkId]:
+        """Registers equal ranks."""
+        return [self.register(registration(rank, world_size)) for rank in range(world_size)]
+
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
         """Answers the newest plan of a link, with all blocks or `num_blocks`."""
         plan = next(message for message in reversed(self.sent[link]) if isinstance(message, Planned))

@@ -85,15 +85,6 @@ def test_a_request_is_copied_as_it_was() -> None:
     assert held == [([1, 2], 1, 0), ([0, 3, 4], 2, 1)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_equal_state_is_made_of_a_snapshot(seed: int) -> None:
-    state = DrivenState()
-    traffic = Traffic(state, config(30, enable_events=seed % 2 > 0), seed)
-    for _ in range(60):
-        traffic.change()
-    assert_alike(state, restored(state))
-
-
 def test_the_cache_is_reset_several_times_while_a_snapshot_is_read() -> None:
     prefix_map, blocks = PrefixMap(4, 2, 4), [BlockId(1), BlockId(2)]
     prefix_map.insert(MapId(0), blocks, [BlockHash(b"a"), BlockHash(b"b")], SessionNumber(1), StepNumber(1))

@@ -136,15 +136,6 @@ def test_taken_tokens_count_like_allocated_tokens(case: str) -> None:
     assert reporting.snapshot() == asking.snapshot()
 
 
-def test_one_step_reports_taken_tokens_of_several_requests(world: World, session: Session) -> None:
-    world.admit(session, 3, "xy", 9)
-    world.run(
-        session, ALLOCATE, APPEND, ALLOCATE, request_numbers=[1, 3, 2], num_appended_tokens=[0, 0, 0],
-        num_new_tokens=[1, 0, 1], num_taken_tokens=[2, 1, 0], num_lookahead_tokens=[0, 0, 1],
-    )  # fmt: skip
-    assert [computed_tokens(session, number) for number in (1, 3, 2)] == [16, 10, 1]
-
-
 def test_taken_tokens_are_kept_when_the_operation_finds_too_few_blocks() -> None:
     """Rule 3 of apply.py: the scheduler does not repeat them when it retries."""
     world, session = opened(num_blocks=3)
@@ -153,11 +144,6 @@ def test_taken_tokens_are_kept_when_the_operation_finds_too_few_blocks() -> None
     assert (result.outcomes, computed_tokens(session, 1)) == ([Outcome.NEVER_FITS], 7)
     with pytest.raises(InvalidArgumentError):
         world.run(session, APPEND, request_numbers=[1], num_taken_tokens=[2])
-
-
-def test_taken_tokens_can_be_rejected(world: World, session: Session) -> None:
-    world.run(session, APPEND, request_numbers=[1], num_taken_tokens=[2], num_rejected_tokens=[15])
-    assert computed_tokens(session, 1) == 0
 
 
 def test_blocks_of_one_token_are_never_filled_on_credit() -> None:

@@ -55,7 +55,7 @@ def test_a_pool_opens_when_all_ranks_have_allocated(world: Gathering) -> None:
 
 
 def test_the_pool_shrinks_to_the_smallest_allocation_of_a_rank(world: Gathering) -> None:
-    links = [world.register(registration(rank)) for rank in range(2)]
+    links = world.register_all()
     world.allocate(links[0])
     world.allocate(links[1], 77)
     assert world.num_blocks == 77
@@ -71,7 +71,7 @@ def test_a_pool_too_small_for_one_request_fits_a_shorter_one_if_allowed(world: G
 
 
 def test_a_pool_too_small_for_one_request_is_refused_to_all_ranks(world: Gathering) -> None:
-    links = [world.register(registration(rank)) for rank in range(2)]
+    links = world.register_all()
     world.allocate(links[0], 21)
     world.allocate(links[1])
     for link in links:
@@ -230,7 +230,7 @@ def test_the_rank_at_fault_is_refused_not_the_newest_one(world: Gathering) -> No
 
 
 def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan(world: Gathering) -> None:
-    links = [world.register(registration(rank)) for rank in range(2)]
+    links = world.register_all()
     world.allocate(links[0])
     world.break_link(links[1])
     assert world.rank_states == [RankState.REGISTERED, RankState.ABSENT]
@@ -241,7 +241,7 @@ def test_a_rank_lost_while_others_allocate_can_return_and_gets_a_new_plan(world:
 
 
 def test_an_answer_to_an_earlier_plan_is_ignored(world: Gathering) -> None:
-    links = [world.register(registration(rank)) for rank in range(2)]
+    links = world.register_all()
     world.break_link(links[1])
     world.register(registration(1))
     before = world.snapshot()
@@ -249,16 +249,17 @@ def test_an_answer_to_an_earlier_plan_is_ignored(world: Gathering) -> None:
     assert world.snapshot() == before
 
 
-def test_rule_3_ranks_carry_the_epoch_over_a_restart_of_the_server(world: Gathering) -> None:
-    links = [world.register(registration(rank, held=held(epoch=6 + rank))) for rank in range(2)]
-    world.allocate_all(*links)
-    assert world.epoch == 8
-
-
-def test_rule_3_holds_if_the_server_restarts_while_no_rank_holds_tensors(world: Gathering) -> None:
-    links = [world.register(replace(registration(rank), last_epoch=6 * rank)) for rank in range(2)]
-    world.allocate_all(*links)
-    assert world.epoch == 7
+@pytest.mark.parametrize(
+    ("ranks", "epoch"),
+    [
+        ([registration(rank, held=held(epoch=6 + rank)) for rank in range(2)], 8),
+        ([replace(registration(rank), last_epoch=6 * rank) for rank in range(2)], 7),  # none holds tensors
+    ],
+)
+def test_rule_3_ranks_carry_the_epoch_over_a_restart_of_the_server(ranks: list[Registration], epoch: int) -> None:
+    world = Gathering()
+    world.allocate_all(*map(world.register, ranks))
+    assert world.epoch == epoch
 
 
 def test_rule_3_holds_in_a_shard_with_a_much_lower_term(world: Gathering) -> None:
@@ -469,13 +470,13 @@ def test_a_rank_may_change_its_own_layers_but_not_those_of_others(world: Gatheri
     [(Allocated(1, 1, 1), "initialized.num_blocks"), (Allocated(9, 100, 1), "initialized.epoch")],
 )
 def test_a_report_out_of_range_is_refused(allocated: Allocated, field: str, world: Gathering) -> None:
-    links = [world.register(registration(rank)) for rank in range(2)]
+    links = world.register_all()
     with world.refuses(field=field):
         world.members.initialized(links[0], allocated)
 
 
 def test_rank_infos_describe_the_ranks(world: Gathering) -> None:
-    links = [world.register(registration(rank)) for rank in range(2)]
+    links = world.register_all()
     world.allocate(links[0], 90)
     first, second = world.members.registry.rank_infos()
     assert (first.state, first.num_blocks, first.allocated_bytes) == (RankState.READY, 90, 90 * BLOCK_BYTES)

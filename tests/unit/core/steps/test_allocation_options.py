@@ -16,13 +16,8 @@ from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import BLOCK_SIZE, World, opened
 from support.refusals import refused
 
-ADMIT, ALLOCATE, APPEND, CACHE, LOOKUP = (
-    Operation.ADMIT,
-    Operation.ALLOCATE,
-    Operation.APPEND,
-    Operation.CACHE,
-    Operation.LOOKUP,
-)
+ADMIT, ALLOCATE, APPEND = Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND
+CACHE, LOOKUP = Operation.CACHE, Operation.LOOKUP
 FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
 """A window of 5 tokens needs the block that holds the 4 tokens before the next one."""
 TERMS = (
@@ -323,14 +318,6 @@ def test_a_column_of_another_length_is_refused(name: str, world: World, session:
     assert world.snapshot() == before
 
 
-@pytest.mark.parametrize("name", TERMS[:4])
-@pytest.mark.parametrize("value", [-1, 2**31, 2**40, 2**64])
-def test_an_option_out_of_range_is_refused_by_name(name: str, value: int, world: World, session: Session) -> None:
-    add(world, session, 1, "abc", 12)
-    with world.refuses(field=f"{name}[0]"):
-        ask(world, session, ALLOCATE, 1, 1, **{name: value})
-
-
 @pytest.mark.parametrize(
     ("columns", "field"),
     [
@@ -340,15 +327,19 @@ def test_an_option_out_of_range_is_refused_by_name(name: str, value: int, world:
         ({"num_in_flight_tokens": 1, "new": 0}, "num_new_tokens[0]"),
         ({"num_in_flight_tokens": 257, "new": 1}, "num_in_flight_tokens[0]"),
         ({"operation": ADMIT, "num_external_tokens": 4, "new": 0}, "num_external_tokens[0]"),
+        ({"number": 1, "num_external_tokens": 4, "new": 1}, "num_external_tokens[0]"),  # which holds blocks
+        *(({name: value, "new": 1}, f"{name}[0]") for name in TERMS[:4] for value in (-1, 2**31, 2**40, 2**64)),
     ],
 )
-def test_options_that_exclude_each_other_are_refused_by_name(columns: dict[str, Any], field: str) -> None:
+def test_options_out_of_range_or_that_exclude_each_other_are_refused_by_name(
+    columns: dict[str, Any], field: str
+) -> None:
     world, session = opened()
     world.admit(session, 1, "ab", 9)
     add(world, session, 2, "abc", 12)
     operation = columns.pop("operation", ALLOCATE)
     with world.refuses(field=field):
-        ask(world, session, operation, 2, columns.pop("new"), **columns)
+        ask(world, session, operation, columns.pop("number", 2), columns.pop("new"), **columns)
 
 
 def test_external_tokens_can_fill_a_request_completely() -> None:
@@ -356,12 +347,6 @@ def test_external_tokens_can_fill_a_request_completely() -> None:
     add(world, session, 1, "", 256)
     assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=256)) is Outcome.OK
     assert the(session, 1).num_computed_tokens == 256
-
-
-def test_a_request_that_holds_blocks_has_no_external_tokens(world: World, session: Session) -> None:
-    world.admit(session, 1, "ab", 9)
-    with world.refuses(field="num_external_tokens[0]", match="without blocks"):
-        ask(world, session, ALLOCATE, 1, 1, num_external_tokens=4)
 
 
 def test_a_preempted_request_can_have_external_tokens(world: World, session: Session) -> None:
