@@ -7,7 +7,6 @@ from typing import Any
 
 from kvpool.core import ids
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, SessionNumber
 from kvpool.core.sessions.request import Request
@@ -83,26 +82,11 @@ class World:
         self.now_seconds = 0.0
         self._opened = 0
 
-    def open(
-        self,
-        lease_seconds: float = 10.0,
-        quota: Quota = NO_QUOTA,
-        memory_id: str = "",
-        namespace: bytes = b"",
-        weights_version: str = "",
-    ) -> Session:
+    def open(self, lease_seconds: float = 10.0, *, pool: str = "m", client_name: str = "", **options: Any) -> Session:
+        """Opens a session with another id; for options see `commands.OpenSession`."""
         self._opened += 1
-        return self.allocator.open_session(
-            "m",
-            "",
-            lease_seconds,
-            session_id=SessionId(f"s{self._opened}"),
-            now_seconds=self.now_seconds,
-            quota=quota,
-            memory_id=memory_id,
-            namespace=namespace,
-            weights_version=weights_version,
-        )[1]
+        options = {"session_id": SessionId(f"s{self._opened}"), "now_seconds": self.now_seconds, **options}
+        return self.allocator.open_session(pool, client_name, lease_seconds, **options)[1]
 
     def apply(self, session: Session, step: Step) -> StepResult:
         return self.allocator.apply(self.pool, session, step)
@@ -125,6 +109,21 @@ class World:
         hashes = block_hashes(content, num_tokens // BLOCK_SIZE) if caches else b""
         declared = {"request_numbers": [number], "num_appended_tokens": [num_tokens], "request_ids": [f"r{number}"]}
         return self.run(session, operation, **{**declared, "block_hashes": hashes, **columns})
+
+    def declare_all(
+        self,
+        session: Session,
+        operations: Sequence[Operation],
+        contents: Sequence[str],
+        num_tokens: int,
+        **columns: Any,
+    ) -> StepResult:
+        """Applies operations of which each declares a request, with numbers from `first` on."""
+        first, hashes = columns.pop("first", 1), (block_hashes(each, num_tokens // BLOCK_SIZE) for each in contents)
+        numbers = range(first, first + len(operations))
+        declared = {"request_numbers": numbers, "num_appended_tokens": [num_tokens] * len(numbers)}
+        named = {"block_hashes": b"".join(hashes), "request_ids": [f"r{number}" for number in numbers]}
+        return self.run(session, *operations, **{**declared, **named, **columns})
 
     def admit(self, session: Session, number: int, content: str, num_tokens: int, **columns: Any) -> StepResult:
         """Declares and admits a request."""

@@ -3,7 +3,6 @@
 import hashlib
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -95,13 +94,8 @@ def test_steps_skip_the_same_operations_with_every_key(monkeypatch: pytest.Monke
     curve = worlds[0].pool.hit_curve
     assert curve
     known = b"".join(curve.sample(b"".join(hashes(*range(20_000))))[:10])
-    rows: dict[str, Any] = {
-        "request_numbers": range(1, 21),
-        "num_appended_tokens": [40] * 20,
-        "block_hashes": known * 20,
-    }
-    names = [f"r{i}" for i in range(20)]
-    results = [each.run(each.open(), *[Operation.LOOKUP] * 20, request_ids=names, **rows) for each in worlds]
+    lookups = [Operation.LOOKUP] * 20
+    results = [each.declare_all(each.open(), lookups, "", 40, block_hashes=known * 20) for each in worlds]
     assert results[0] == results[1]
     assert Outcome.SKIPPED in results[0].outcomes
 

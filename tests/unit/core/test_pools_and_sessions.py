@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -141,28 +142,17 @@ def test_salted_schemes_depend_only_on_the_salt_and_keep_the_length() -> None:
     assert scheme.salted(b"a") == scheme.salted(b"a")
 
 
-def test_a_key_of_one_owner_does_not_find_another_owners_session() -> None:
-    allocator = DrivenState()
-    allocator.create_pool(config(), DRAWN)
-
-    def opened(session_id: str, owner: str) -> str:
-        _, session = allocator.open_session(
-            "m", "", 10.0, session_id=SessionId(session_id), now_seconds=0.0, open_key="key", owner=owner
-        )
-        return session.session_id
-
-    assert [opened("1", "a"), opened("2", "b"), opened("3", "a")] == ["1", "2", "1"]
-    assert [session.owner for _, session in allocator.sessions] == ["a", "b"]
-    assert allocator.sessions.get("3") is None
+def test_a_key_of_one_owner_does_not_find_another_owners_session(world: World) -> None:
+    opened = [world.open(open_key="key", owner=owner).session_id for owner in ("a", "b", "a")]
+    assert opened == ["s1", "s2", "s1"]
+    assert [session.owner for session in world.sessions()] == ["a", "b"]
+    assert world.allocator.sessions.get("s3") is None
 
 
-def test_finding_a_session_does_not_extend_the_lease_or_show_secrets() -> None:
-    allocator = DrivenState()
-    pool, _ = allocator.create_pool(config(), DRAWN)
-    _, session = allocator.open_session(
-        "m", "", 5.0, session_id=SessionId("secret-id"), now_seconds=0.0, open_key="secret-key", salt=b"secret-salt"
-    )
-    assert allocator.sessions.get("secret-id") == (pool, session)
+def test_finding_a_session_does_not_extend_the_lease_or_show_secrets(world: World) -> None:
+    secrets: dict[str, Any] = {"open_key": "secret-key", "salt": b"secret-salt"}
+    session = world.open(5.0, session_id=SessionId("secret-id"), **secrets)
+    assert world.allocator.sessions.get("secret-id") == (world.pool, session)
     assert session.expires_seconds == 5.0
     assert "secret" not in repr(session)
-    assert repr(DRAWN) not in repr(pool.config)
+    assert repr(DRAWN) not in repr(world.pool.config)

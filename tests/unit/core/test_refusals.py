@@ -73,6 +73,7 @@ BAD_STEPS = {
     "huge allocation": bad("num_new_tokens[0]", ALLOCATE, **RUNNING, new=[HUGE]),
     "allocation past the longest request": bad("num_new_tokens[0]", ALLOCATE, **RUNNING, new=[256]),
     "huge look-ahead": bad("num_lookahead_tokens[0]", ALLOCATE, **RUNNING, new=[1], num_lookahead_tokens=[HUGE]),
+    "huge encoder": bad("num_encoder_tokens[0]", ALLOCATE, **RUNNING, new=[1], num_encoder_tokens=[2**31]),
     "more rejected than computed": bad(
         "num_rejected_tokens[0]", ALLOCATE, **RUNNING, new=[1], num_rejected_tokens=[14]
     ),

@@ -6,7 +6,7 @@ from kvpool.core import commands
 from kvpool.core.blocks.prefix_map import MAX_UNUSED_VERSIONS
 from kvpool.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.events import BlockRemoved, BlockStored
-from kvpool.core.ids import RequestNumber, SessionId
+from kvpool.core.ids import RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import ReuseOrder
@@ -212,15 +212,9 @@ def test_a_late_copy_of_a_call_has_no_effect(world: World, session: Session) -> 
 
 
 def test_a_key_that_is_used_again_compares_the_version(world: World) -> None:
-
-    def opened(version: str) -> Session:
-        return world.allocator.open_session(
-            "m", "", 10.0, now_seconds=0.0, session_id=SessionId("a"), open_key="key", weights_version=version
-        )[1]
-
-    session = opened("1")
+    session = world.open(open_key="key", weights_version="1")
     world.allocator.set_weights_version(session, "2")
-    assert opened("1") is session
+    assert world.open(open_key="key", weights_version="1") is session
     assert session.weights_version == "2"
     with pytest.raises(InvalidArgumentError, match="other arguments"):
-        opened("2")
+        world.open(open_key="key", weights_version="2")

@@ -5,7 +5,7 @@ import pytest
 from kvpool.core.execution import apply
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import World, block_hashes, opened
+from support.core import World, opened
 
 LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
@@ -21,11 +21,7 @@ def test_after_the_first_refusal_no_operation_takes_blocks_but_frees_continue() 
 
 
 def test_admissions_share_the_steps_budget_in_order(world: World, session: Session) -> None:
-    result = world.run(
-        session, ADMIT, ADMIT, ADMIT, request_numbers=[1, 2, 3], num_appended_tokens=[7, 7, 7],
-        block_hashes=block_hashes("a", 1) + block_hashes("b", 1) + block_hashes("c", 1),
-        request_ids=["x", "y", "z"], admission_budget_tokens=10,
-    )  # fmt: skip
+    result = world.declare_all(session, [ADMIT] * 3, "abc", 7, admission_budget_tokens=10)
     assert result.num_new_tokens == [7, 3, 0]
     assert result.outcomes == [Outcome.OK, Outcome.OK, Outcome.SKIPPED]
 

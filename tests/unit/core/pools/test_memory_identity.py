@@ -8,7 +8,7 @@ import pytest
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.events import AllBlocksCleared
-from kvpool.core.ids import PoolName, SessionId
+from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import RankGroup as Ranks
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.sessions.session import Session
@@ -182,17 +182,11 @@ def test_a_drained_pool_begins_no_epoch(world: World) -> None:
 
 
 def test_a_key_that_named_another_memory_is_refused(world: World) -> None:
-    def open_with(memory_id: str) -> Session:
-        drawn = SessionId(f"id{world.allocator.sessions.last_number}")
-        return world.allocator.open_session(
-            "m", "", 10.0, session_id=drawn, now_seconds=0.0, open_key="k", memory_id=memory_id
-        )[1]
-
-    session = open_with("a")
-    assert open_with("a") is session
+    session = world.open(open_key="k", memory_id="a")
+    assert world.open(open_key="k", memory_id="a") is session
     for memory_id in ("b", ""):
         with world.refuses(field="open_key", reason="OPEN_KEY_REUSED"):
-            open_with(memory_id)
+            world.open(open_key="k", memory_id=memory_id)
 
 
 def test_other_pools_are_unchanged(world: World) -> None:

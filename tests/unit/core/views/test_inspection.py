@@ -29,14 +29,7 @@ def all_pages(look: Callable[[Page], tuple[list[_T], str]], size: int = 0) -> li
 
 def declare(world: World, session: Session, count: int) -> None:
     """Declares requests without tokens."""
-    numbers = list(range(1, count + 1))
-    world.run(
-        session,
-        *([Operation.APPEND] * count),
-        request_numbers=numbers,
-        num_appended_tokens=[0] * count,
-        request_ids=[f"r{number}" for number in numbers],
-    )
+    world.declare_all(session, [Operation.APPEND] * count, "", 0)
 
 
 def test_pages_list_each_session_once_while_others_open_and_end(world: World) -> None:
