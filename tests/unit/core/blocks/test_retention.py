@@ -165,19 +165,12 @@ def test_sparse_caching_does_not_change_the_lru_order() -> None:
 def test_the_second_of_three_requests_caches_the_end_of_a_shared_prefix() -> None:
     """The first request does not know the prefix. The second finds more of it in full attention. The third hits it."""
     pool = KVCacheManager(config(80, specs=[FULL, WINDOW], retention_tokens=0))
-    for content, num_hit_tokens, shared_prefix_boundary_tokens in (
-        ("abcdef1", 0, 0),
-        ("abcdef2", 0, 24),
-        ("abcdef3", 24, 0),
-    ):
+    for content, hit, boundary in (("abcdef1", 0, 0), ("abcdef2", 0, 24), ("abcdef3", 24, 0)):
         request = request_of(pool, f"{content}xyz", 40)
         request.num_prompt_tokens = 40
         computed = pool.get_computed_blocks(request)
-        assert (computed.num_tokens, computed.shared_prefix_boundary_tokens) == (
-            num_hit_tokens,
-            shared_prefix_boundary_tokens,
-        )
-        assert pool.allocate_slots(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
+        assert (computed.num_tokens, computed.shared_prefix_boundary_tokens) == (hit, boundary)
+        assert pool.allocate_slots(request, 40 - hit, 0, computed, sequence=STEP)
         pool.free(request)
 
 
@@ -189,14 +182,11 @@ def test_groups_with_the_same_spec_have_one_shared_prefix_boundary() -> None:
     request = prompt(pool, "abcdefgh", 30)
     pool.free(request)
     again = request_of(pool, "abcdefgh", 30)
-    found = pool.get_computed_blocks(again)
-    assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (28, 0)
-    pool.blocks.evict_blocks(found.block_ids[1][-1:])
-    lost = pool.get_computed_blocks(again)
-    assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 28)
-    pool.blocks.evict_blocks(found.block_ids[2][-1:])
-    lost = pool.get_computed_blocks(again)
-    assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 0)
+    hit = pool.get_computed_blocks(again).block_ids
+    for lost, lengths in (([], (28, 0)), (hit[1][-1:], (0, 28)), (hit[2][-1:], (0, 0))):
+        pool.blocks.evict_blocks(lost)
+        found = pool.get_computed_blocks(again)
+        assert (found.num_tokens, found.shared_prefix_boundary_tokens) == lengths
 
 
 def test_a_refused_admission_records_no_shared_prefix_boundary() -> None:

@@ -47,11 +47,9 @@ def test_rejecting_tokens_of_a_freed_or_preempted_request_is_refused(gone: Opera
     world, session = opened()
     world.admit(session, 1, "abc", 13)
     world.run(session, gone, request_numbers=[1])
-    before = world.snapshot()
-    with pytest.raises((InvalidArgumentError, NotFoundError)) as caught:
+    field = "num_rejected_tokens[0]" if gone is PREEMPT else "request_numbers[0]"
+    with world.refuses((InvalidArgumentError, NotFoundError), field=field):
         world.run(session, APPEND, request_numbers=[1], num_rejected_tokens=[1])
-    assert caught.value.field == ("num_rejected_tokens[0]" if gone is PREEMPT else "request_numbers[0]")
-    assert world.snapshot() == before
 
 
 def test_rejected_and_appended_tokens_count_when_there_are_too_few_blocks() -> None:
@@ -78,15 +76,11 @@ def test_only_allocated_tokens_are_cached() -> None:
 @pytest.mark.parametrize(("operation", "num_new_tokens"), [(ALLOCATE, 20), (ADMIT, 6)])
 def test_more_rejections_than_allocated_tokens_are_refused(operation: Operation, num_new_tokens: int) -> None:
     world, session = opened(num_blocks=3)
-    world.run(
-        session, operation, request_numbers=[1], num_appended_tokens=[20], num_new_tokens=[num_new_tokens],
-        block_hashes=block_hashes("abcde", 5), request_ids=["r"],
-    )  # fmt: skip
-    computed, before = computed_tokens(session, 1), world.snapshot()
+    world.declare(session, operation, 1, "abcde", 20, num_new_tokens=[num_new_tokens])
+    computed = computed_tokens(session, 1)
     assert computed == (0 if operation is ALLOCATE else 6)
-    with pytest.raises(InvalidArgumentError) as caught:
+    with world.refuses(field="num_rejected_tokens[0]"):
         world.run(session, APPEND, request_numbers=[1], num_rejected_tokens=[computed + 1])
-    assert (caught.value.field, world.snapshot()) == ("num_rejected_tokens[0]", before)
 
 
 @pytest.mark.parametrize("operation", [Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED])
@@ -100,26 +94,19 @@ def test_without_caching_no_hit_can_be_named() -> None:
     one, other = world.open(), world.open()
     world.admit(one, 1, "", 13)
     try:
-        result = world.run(
-            other, ALLOCATE, request_numbers=[1], num_appended_tokens=[9], num_new_tokens=[1],
-            num_block_ids=[2], block_ids=[1, 2], request_ids=["r"],
-        )  # fmt: skip
+        result = world.declare(other, ALLOCATE, 1, "", 9, num_new_tokens=[1], num_block_ids=[2], block_ids=[1, 2])
     except InvalidArgumentError:
         return
     assert result.outcomes == [Outcome.HIT_CHANGED]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2)] == [1, 1]
 
 
-def test_an_id_with_invalid_unicode_is_measured_in_bytes(world: World, session: Session) -> None:
-    """The wire cannot carry such an id, but a caller in the same process can pass it."""
-    with refused(field="request_ids[0]"):
-        world.run(session, APPEND, request_numbers=[1], request_ids=["\ud800" * 100])
-
-
 def test_ids_are_measured_in_bytes(world: World, session: Session) -> None:
+    """The wire cannot carry invalid Unicode, but a caller in the same process can pass it."""
     longest = "ü" * 128
-    with refused(field="request_ids[0]"):
-        world.run(session, APPEND, request_numbers=[1], request_ids=[longest + "x"])
+    for too_long in (longest + "x", "\ud800" * 100):
+        with refused(field="request_ids[0]"):
+            world.run(session, APPEND, request_numbers=[1], request_ids=[too_long])
     world.run(session, APPEND, request_numbers=[1], request_ids=[longest])
     assert list(session.requests) == [longest]
 
@@ -155,10 +142,8 @@ def test_a_pool_with_events_requires_every_token() -> None:
     world, session = opened(enable_events=True)
     for token_ids in ([], [1, 2], [1, 2, 3, 4]):
         with refused(field="token_ids"):
-            world.run(
-                session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=token_ids
-            )
-    world.run(session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=[1, 2, 3])
+            world.declare(session, APPEND, 1, "", 3, token_ids=token_ids)
+    world.declare(session, APPEND, 1, "", 3, token_ids=[1, 2, 3])
     assert session.by_number[RequestNumber(1)].token_ids == [1, 2, 3]
 
 

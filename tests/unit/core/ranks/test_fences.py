@@ -148,6 +148,15 @@ def test_rule_3_an_absent_rank_delays_the_release_until_it_returns(world: Gather
     assert answer(world, second, 2) == (ONE,), "the answer of the first rank still counts"
 
 
+def test_the_answers_of_a_rank_are_kept_on_its_next_stream(world: Gathering) -> None:
+    first, second = world.form(fences=True)
+    fence(world, ONE)
+    answer(world, second, 1)
+    world.break_link(second)
+    world.register(registration(1, fences=True, held=HeldTensors(1, 100)))
+    assert answer(world, first, 1) == (ONE,)
+
+
 def test_a_rank_that_returns_without_fences_is_a_new_rank(world: Gathering) -> None:
     _, second = world.form(fences=True)
     world.break_link(second)
