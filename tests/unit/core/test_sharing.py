@@ -1,28 +1,11 @@
 """Rules of sharing between two sessions of one pool."""
 
-import pytest
-
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
 from support.core import World
 
 LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def one(world: World) -> Session:
-    return world.open()
-
-
-@pytest.fixture
-def other(world: World) -> Session:
-    return world.open()
 
 
 def lookup(world: World, session: Session, number: int, content: str) -> StepResult:

@@ -101,12 +101,6 @@ def test_rule_2_a_refused_step_holds_nothing_back(world: World, one: Session, ot
     assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
 
 
-def test_rule_1_without_launched_steps_blocks_are_free_at_once(world: World, one: Session, other: Session) -> None:
-    admit(world, one, 1, "abcdefgh", 8)
-    leave(world, one, 1, launched=0)
-    assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
-
-
 @pytest.mark.parametrize("hits_first", [False, True])
 def test_rule_3_a_block_that_another_session_hit_and_freed_waits(
     world: World, one: Session, other: Session, *, hits_first: bool
@@ -137,25 +131,23 @@ def test_rule_3_a_session_alone_gets_the_blocks_of_one_without_steps_in_flight(l
         session = world.open()
         for number in range(1, 30):
             content = "abcdefghijklmnop"[number % 3 : number % 3 + 4] if number % 2 else f"{number:04}"
-            result = world.admit(
-                session,
-                number,
-                content,
-                14,
-                launched_sequence=session.sequence,
-                executed=max(session.sequence - behind, 0),
-            )
+            launched, done = session.sequence, max(session.sequence - behind, 0)
+            result = world.admit(session, number, content, 14, launched_sequence=launched, executed=done)
             given.append((list(result.block_ids), list(result.outcomes), result.free_blocks))
             if number > 2:
-                leave(world, session, number - 2, launched=session.sequence, executed=max(session.sequence - behind, 0))
+                leave(world, session, number - 2, launched=launched + 1, executed=max(session.sequence - behind, 0))
         found.append(given)
     assert found[0] == found[1]
 
 
-def test_rule_4_a_closed_session_holds_nothing_back(world: World, one: Session, other: Session) -> None:
+@pytest.mark.parametrize(("launched", "closes"), [(0, False), (1, True)])
+def test_rules_1_and_4_without_launched_steps_or_after_a_close_blocks_are_free_at_once(
+    world: World, one: Session, other: Session, launched: int, *, closes: bool
+) -> None:
     admit(world, one, 1, "abcdefgh", 8)
-    leave(world, one, 1, launched=1)
-    world.allocator.close_session(one.session_id, 0.0)
+    leave(world, one, 1, launched=launched)
+    if closes:
+        world.allocator.close_session(one.session_id, 0.0)
     assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
 
 

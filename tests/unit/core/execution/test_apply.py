@@ -93,26 +93,3 @@ def test_ending_a_session_hides_its_unexecuted_blocks(world: World, one: Session
     assert len(world.pool.blocks.prefix_map) == 3
     assert world.admit(other, 1, "abc", 13).num_hit_tokens == [12]
     assert world.admit(other, 2, "xyz", 13).num_hit_tokens == []
-
-
-def test_reported_execution_does_not_publish_the_new_contents_of_an_evicted_block(world: World) -> None:
-    one, other = world.open(), world.open()
-    world.admit(one, 1, "a", 4)  # block 1, change 1
-    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
-    world.free(one, 1)
-    world.admit(one, 2, "b", 4)  # block 1 again, change 4
-    world.run(one, executed=3)
-    assert world.admit(other, 1, "b", 5).num_hit_tokens == []
-
-
-def test_a_block_of_a_hit_refilled_by_another_session_is_private_until_executed() -> None:
-    world = World(num_blocks=3)
-    one, other = world.open(), world.open()
-    world.admit(one, 1, "a", 4)  # block 1
-    world.run(one, executed=1)
-    world.declare(other, LOOKUP, 1, "a", 5)
-    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
-    world.free(one, 1)
-    world.admit(one, 2, "a", 4)  # block 1 again, with the same contents, not yet executed
-    changed = world.allocate(other, 1, 1, hit=[[1]])
-    assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])

@@ -46,11 +46,6 @@ CASES: dict[str, tuple[Operation, dict[str, Any], int]] = {
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
 def session(world: World) -> Session:
     session = world.open()
     assert world.admit(session, 1, "abc", 13).credit_tokens == [15]

@@ -20,11 +20,6 @@ DECLARING = [*LOOKING_UP, ADMIT, ALLOCATE, APPEND]
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
 def session(world: World) -> Session:
     """A session with a running request, number 1, and a waiting one, number 2."""
     session = world.open()

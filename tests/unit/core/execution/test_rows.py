@@ -21,27 +21,6 @@ def test_a_step_may_be_as_long_as_documented(world: World, session: Session) -> 
     assert world.apply(session, Step(1, operations=[Operation.RESET] * MAX_OPERATIONS)).sequence == 1
 
 
-def test_one_step_can_hold_an_operation_of_every_kind() -> None:
-    world, session = opened(num_blocks=40)
-    for number in range(1, 6):
-        world.admit(session, number, "abc", 9)
-    operations = list(Operation)
-    running = (ALLOCATE, CACHE, FREE, PREEMPT, Operation.COMMON_PREFIX)
-    numbers = [0 if op in (EVICT, Operation.RESET) else 10 + op for op in operations]
-    for number, operation in enumerate(running, 1):
-        numbers[operations.index(operation)] = number
-    declares = [number > 9 for number in numbers]
-    result = world.run(
-        session, *operations, request_numbers=numbers, declares=declares,
-        num_appended_tokens=[5 * declared for declared in declares],
-        num_new_tokens=[int(op in (ALLOCATE, CACHE)) for op in operations],
-        block_hashes=block_hashes("a", 1) * sum(declares),
-        request_ids=[f"x{number}" for number in numbers if number > 9],
-    )  # fmt: skip
-    assert result.outcomes == [Outcome.IN_USE if op is Operation.RESET else Outcome.OK for op in operations]
-    assert len(session.requests) == 5 - 1 + sum(declares)
-
-
 @pytest.mark.parametrize("gone", [FREE, PREEMPT])
 def test_rejecting_tokens_of_a_freed_or_preempted_request_is_refused(gone: Operation) -> None:
     world, session = opened()

@@ -67,11 +67,6 @@ BAD_STEPS = {
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
 def session(world: World) -> Session:
     session = world.open()
     world.admit(session, 1, "abc", 13)

@@ -11,11 +11,6 @@ from support.ranks import Gathering, registration
 ONE, TWO, THREE = SessionNumber(1), SessionNumber(2), SessionNumber(3)
 
 
-@pytest.fixture
-def world() -> Gathering:
-    return Gathering()
-
-
 def fence(world: Gathering, *awaiting: SessionNumber, live: tuple[SessionNumber, ...] = (THREE,)) -> list[MessageSent]:
     """Fences, with session 3 opened last; returns what was sent."""
     effects = world.members.fence(THREE, live, awaiting)

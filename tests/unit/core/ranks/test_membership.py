@@ -34,6 +34,8 @@ from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM
 from support.ranks import BLOCK_BYTES, LAYER, LAYERS, OPTIONS, TIMING, Gathering, registration
 from support.refusals import refused
 
+OTHER_LAYERS = {**LAYERS, "layer.1": FullAttentionSpec(16, 4, 64, "bfloat16")}
+
 
 def held(epoch: int = 1, num_blocks: int = 100) -> HeldTensors:
     return HeldTensors(epoch, num_blocks)
@@ -415,29 +417,21 @@ def test_no_memory_is_refused(world: Gathering) -> None:
 @pytest.mark.parametrize(
     ("registered", "reason", "field"),
     [
-        (registration(1, 3), "RANKS_DISAGREE", "register.world_size"),
-        (
-            registration(1, options=replace(OPTIONS, max_model_len=2048)),
-            "RANKS_DISAGREE",
-            "register.options.max_model_len",
-        ),
+        (registration(1, 3), "RANKS_DISAGREE", "world_size"),
+        (registration(1, options=replace(OPTIONS, max_model_len=2048)), "RANKS_DISAGREE", "options.max_model_len"),
         (
             registration(1, options=replace(OPTIONS, reuse_order=ReuseOrder.LRU)),
             "RANKS_DISAGREE",
-            "register.options.reuse_order",
+            "options.reuse_order",
         ),
-        (
-            registration(1, layers={**LAYERS, "layer.1": FullAttentionSpec(16, 4, 64, "bfloat16")}),
-            "RANKS_DISAGREE_ON_A_LAYER",
-            'register.layers["layer.1"].num_kv_heads',
-        ),
-        (registration(0, boot_id="another-one"), "RANK_TAKEN", "register.rank"),
+        (registration(1, layers=OTHER_LAYERS), "RANKS_DISAGREE_ON_A_LAYER", 'layers["layer.1"].num_kv_heads'),
+        (registration(0, boot_id="another-one"), "RANK_TAKEN", "rank"),
     ],
 )
 def test_a_rank_that_differs_or_is_taken_is_refused(registered: Registration, reason: str, field: str) -> None:
     world = Gathering()
     world.register(registration(0))
-    refuse(world, registered, WrongStateError, reason, field)
+    refuse(world, registered, WrongStateError, reason, f"register.{field}")
 
 
 def test_rule_2_a_second_process_is_refused_while_the_first_is_alive_or_silent(world: Gathering) -> None:
@@ -458,11 +452,9 @@ def test_a_process_that_registers_before_its_predecessor_is_missed_must_retry(wo
 
 def test_a_rank_may_change_its_own_layers_but_not_those_of_others(world: Gathering) -> None:
     world.register(registration(0))
-    other = {"layer.0": FullAttentionSpec(16, 4, 64, "bfloat16")}
-    world.register(registration(0, layers=other))
-    refuse(
-        world, registration(1), WrongStateError, "RANKS_DISAGREE_ON_A_LAYER", 'register.layers["layer.0"].num_kv_heads'
-    )
+    world.register(registration(0, layers=OTHER_LAYERS))
+    field = 'register.layers["layer.1"].num_kv_heads'
+    refuse(world, registration(1), WrongStateError, "RANKS_DISAGREE_ON_A_LAYER", field)
 
 
 @pytest.mark.parametrize(

@@ -11,16 +11,6 @@ from support.core import World
 from support.refusals import refused
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def session(world: World) -> Session:
-    return world.open()
-
-
 def test_only_the_last_results_are_remembered(world: World, session: Session) -> None:
     steps = [Step(sequence, operations=[Operation.RESET]) for sequence in range(1, REMEMBERED_RESULTS + 2)]
     results = [world.apply(session, step) for step in steps]
