@@ -28,12 +28,6 @@ def test_an_expired_session_is_distinguished_from_an_unknown_one(world: World, s
     assert world.sessions() == []
 
 
-def test_an_open_stream_keeps_a_session_alive(world: World, session: Session) -> None:
-    session.open_streams = 1
-    assert world.allocator.expire(1e9) == []
-    assert world.allocator.next_expiry_seconds() == float("inf")
-
-
 def test_events_report_stored_and_removed_blocks() -> None:
     world, session = opened(enable_events=True)
     step_tokens = list(range(8))

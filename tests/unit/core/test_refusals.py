@@ -14,7 +14,6 @@ LOOKUP, ADMIT, ALLOCATE, APPEND = Operation.LOOKUP, Operation.ADMIT, Operation.A
 CACHE, FREE, EVICT, RESET = Operation.CACHE, Operation.FREE, Operation.EVICT, Operation.RESET
 HUGE = 2**40
 
-# Request 1 holds the blocks of 13 tokens. Each case: the error, the field, the operations, the columns.
 Bad = tuple[type[KvpoolError], str, list[int], dict[str, Any]]
 RUNNING: dict[str, Any] = {"numbers": [1]}
 NEW: dict[str, Any] = {"numbers": [2], "declares": [True], "ids": ["x"]}
@@ -34,6 +33,7 @@ def bad(field: str, *operations: int, kind: type[KvpoolError] = InvalidArgumentE
     return kind, field, list(operations), {COLUMNS.get(name, name): column for name, column in columns.items()}
 
 
+# Request 1 holds the blocks of 13 tokens.
 BAD_STEPS = {
     "unknown request": bad("request_numbers[0]", ALLOCATE, kind=NotFoundError, numbers=[9]),
     "request not declared": bad("request_numbers[0]", APPEND, kind=NotFoundError, numbers=[2]),

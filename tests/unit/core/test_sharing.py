@@ -93,26 +93,3 @@ def test_any_session_can_evict_a_pending_block(world: World, one: Session, other
     world.run(other, Operation.EVICT, num_block_ids=[1], block_ids=[2])
     world.run(one, executed=1)
     assert lookup(world, other, 1, "abc").num_hit_tokens == [4]
-
-
-def test_published_blocks_outlive_their_session(world: World, one: Session, other: Session) -> None:
-    world.admit(one, 1, "abc", 13)
-    world.admit(one, 2, "abcxy", 21, executed=1)
-    world.allocator.expire(10.0)
-    third = world.open()
-    assert other not in world.sessions()
-    assert lookup(world, third, 1, "abcxy").num_hit_tokens == [12]
-
-
-def test_shared_blocks_of_an_ended_session_stay_with_their_holders(world: World, one: Session, other: Session) -> None:
-    world.admit(one, 1, "abc", 13)
-    world.run(one, executed=1)
-    world.admit(other, 1, "abc", 13)
-    world.allocator.close_session(one.session_id, 0.0)
-    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 5)] == [1, 1, 1, 0, 1]
-
-
-# Rule 4: salted apart.
-
-
-# Rule 5: turns.

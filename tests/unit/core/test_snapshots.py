@@ -26,6 +26,7 @@ from kvpool.core.ids import (
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.snapshots import Column, ColumnCopy
+from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation
 from support.core import World, block_hashes, config
@@ -134,12 +135,17 @@ def test_a_snapshot_with_the_blocks_of_another_pool_is_refused(num_blocks: int) 
         State().restore(spoiled)
 
 
+def busy(state: DrivenState, pool_config: PoolConfig, seed: int) -> None:
+    """Changes a state at random."""
+    traffic = Traffic(state, pool_config, seed)
+    for _ in range(40):
+        traffic.change()
+
+
 def test_a_state_that_is_replaced_is_the_other_one_in_the_same_objects() -> None:
     state, other = DrivenState(), DrivenState()
     for each, seed in ((state, 1), (other, 2)):
-        traffic = Traffic(each, config(30, enable_events=True), seed)
-        for _ in range(40):
-            traffic.change()
+        busy(each, config(30, enable_events=True), seed)
     other.drain(None)
     other.lose_sessions()
     expected = restored(other)
@@ -158,9 +164,7 @@ def test_a_state_that_is_replaced_is_the_other_one_in_the_same_objects() -> None
 def test_a_state_can_be_replaced_while_a_snapshot_of_it_is_read() -> None:
     state, before, other = DrivenState(), DrivenState(), DrivenState()
     for each, seed in ((state, 1), (before, 1), (other, 2)):
-        traffic = Traffic(each, config(30), seed)
-        for _ in range(40):
-            traffic.change()
+        busy(each, config(30), seed)
     read = DrivenState()
     with state.snapshot() as snapshot:
         state.replace(other)

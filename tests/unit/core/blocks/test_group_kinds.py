@@ -181,8 +181,8 @@ def test_context_parallelism_over_mixed_kinds() -> None:
 def test_events_of_a_window_contain_only_held_blocks() -> None:
     pool = pool_of(WINDOW, enable_events=True)
     request = request_of(pool, "abcdef", 24)
-    pool.allocate_slots(request, 20, delay_cache_blocks=True, sequence=STEP)
-    pool.allocate_slots(request, 4, delay_cache_blocks=True, sequence=STEP)
+    for new in (20, 4):
+        pool.allocate_slots(request, new, delay_cache_blocks=True, sequence=STEP)
     pool.cache_blocks(request, 24, sequence=STEP)
     (stored,) = pool.blocks.take_events()
     assert isinstance(stored, BlockStored)

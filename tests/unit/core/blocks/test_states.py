@@ -10,7 +10,7 @@ from kvpool.core.ids import StepNumber
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
 from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import World, block_hashes, config, opened, request_of
+from support.core import World, admit, block_hashes, config, opened, request_of
 
 FULL = FullAttentionSpec(4)
 STATES = MambaSpec(4, only_step_ends=True)
@@ -93,11 +93,9 @@ def test_external_tokens_are_refused() -> None:
 
 def test_a_hit_of_a_request_whose_session_the_pool_does_not_know_waits_for_published_states_only() -> None:
     pool = KVCacheManager(config(specs=[FULL, STATES], retention_tokens=None))
-    first = request_of(pool, "abcd", 12)
-    assert pool.admit(first, 12, sequence=StepNumber(1))
+    first = admit(pool, "abcd", 12)
     pool.blocks.prefix_map.pending.publish(first.session_number, StepNumber(1))
-    second = request_of(pool, "abcd", 14)
-    admission = pool.admit(second, 14, sequence=StepNumber(2))
+    admission = pool.admit(request_of(pool, "abcd", 14), 14, sequence=StepNumber(2))
     assert admission
     assert admission.computed.num_tokens == 12
 

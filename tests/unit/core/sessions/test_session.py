@@ -34,13 +34,6 @@ def test_a_repeated_step_is_recognized_by_its_message(world: World, session: Ses
         apply_step(world.pool, session, Step(1), message=b"something else")
 
 
-def test_step_numbers_are_per_session(world: World, session: Session) -> None:
-    other = world.open()
-    for _ in range(3):
-        world.run(session, Operation.RESET)
-    assert world.run(other, Operation.RESET).sequence == 1
-
-
 def test_an_older_executed_number_changes_nothing(world: World, session: Session) -> None:
     for executed in (0, 1, 2, 1, 0):
         world.run(session, executed=executed)
@@ -77,11 +70,3 @@ def test_a_number_and_an_id_can_be_reused_after_a_free(world: World, session: Se
     world.run(session, Operation.ADMIT, request_numbers=[1], num_appended_tokens=[3], request_ids=["r1"])
     (request,) = session.requests.values()
     assert (request.request_id, request.num_tokens, request.num_computed_tokens) == ("r1", 3, 3)
-
-
-def test_two_sessions_can_use_the_same_request_id_and_number(world: World, session: Session) -> None:
-    other = world.open()
-    world.admit(session, 1, "abc", 13)
-    world.admit(other, 1, "xyz", 9)
-    world.free(session, 1)
-    assert (session.requests, [r.num_tokens for r in other.requests.values()]) == ({}, [9])
