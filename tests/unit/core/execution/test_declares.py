@@ -98,8 +98,9 @@ def test_the_error_of_an_earlier_operation_comes_first(world: World, session: Se
 
 
 def test_operations_without_a_request_can_be_repeated(world: World, session: Session) -> None:
-    result = world.run(session, EVICT, RESET, EVICT, RESET)
-    assert result.outcomes == [Outcome.OK, Outcome.IN_USE] * 2
+    for numbers in ([], [0] * 4):
+        result = world.run(session, EVICT, RESET, EVICT, RESET, request_numbers=numbers)
+        assert result.outcomes == [Outcome.OK, Outcome.IN_USE] * 2
 
 
 def test_the_id_of_a_freed_request_can_be_declared_in_the_same_step(world: World, session: Session) -> None:
