@@ -2,11 +2,12 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from kvpool.core import ids
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.blocks.quota import NO_QUOTA, Quota
+from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import BlockHash, BlockId, PoolName, RequestId, RequestNumber, SessionId, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
@@ -17,6 +18,7 @@ from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from kvpool.v1.pool_pb2 import PoolInfo
 from kvpool.wire.picture import pool_info
+from support.refusals import Caught, Kind, refused
 from support.state import DrivenState
 
 BLOCK_SIZE = 4
@@ -80,26 +82,11 @@ class World:
         self.now_seconds = 0.0
         self._opened = 0
 
-    def open(
-        self,
-        lease_seconds: float = 10.0,
-        quota: Quota = NO_QUOTA,
-        memory_id: str = "",
-        namespace: bytes = b"",
-        weights_version: str = "",
-    ) -> Session:
+    def open(self, lease_seconds: float = 10.0, *, pool: str = "m", client_name: str = "", **options: Any) -> Session:
+        """Opens a session with another id; for options see `commands.OpenSession`."""
         self._opened += 1
-        return self.allocator.open_session(
-            "m",
-            "",
-            lease_seconds,
-            session_id=SessionId(f"s{self._opened}"),
-            now_seconds=self.now_seconds,
-            quota=quota,
-            memory_id=memory_id,
-            namespace=namespace,
-            weights_version=weights_version,
-        )[1]
+        options = {"session_id": SessionId(f"s{self._opened}"), "now_seconds": self.now_seconds, **options}
+        return self.allocator.open_session(pool, client_name, lease_seconds, **options)[1]
 
     def apply(self, session: Session, step: Step) -> StepResult:
         return self.allocator.apply(self.pool, session, step)
@@ -114,17 +101,69 @@ class World:
         )
         return self.apply(session, step)
 
-    def admit(self, session: Session, number: int, content: str, num_tokens: int, executed: int = 0) -> StepResult:
-        """Declares and admits a request whose blocks hold `content`."""
-        return self.run(
-            session,
-            Operation.ADMIT,
-            executed=executed,
-            request_numbers=[number],
-            num_appended_tokens=[num_tokens],
-            block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if self.pool.config.enable_caching else b"",
-            request_ids=[f"r{number}"],
+    def declare(
+        self, session: Session, operation: Operation, number: int, content: str, num_tokens: int, **columns: Any
+    ) -> StepResult:
+        """Applies an operation that declares a request whose blocks hold `content`."""
+        caches = self.pool.config.enable_caching
+        hashes = block_hashes(content, num_tokens // BLOCK_SIZE) if caches else b""
+        declared = {"request_numbers": [number], "num_appended_tokens": [num_tokens], "request_ids": [f"r{number}"]}
+        return self.run(session, operation, **{**declared, "block_hashes": hashes, **columns})
+
+    def declare_all(
+        self,
+        session: Session,
+        operations: Sequence[Operation],
+        contents: Sequence[str],
+        num_tokens: int,
+        **columns: Any,
+    ) -> StepResult:
+        """Applies operations of which each declares a request, with numbers from `first` on."""
+        first, hashes = columns.pop("first", 1), (block_hashes(each, num_tokens // BLOCK_SIZE) for each in contents)
+        numbers = range(first, first + len(operations))
+        declared = {"request_numbers": numbers, "num_appended_tokens": [num_tokens] * len(numbers)}
+        named = {"block_hashes": b"".join(hashes), "request_ids": [f"r{number}" for number in numbers]}
+        return self.run(session, *operations, **{**declared, **named, **columns})
+
+    def admit(self, session: Session, number: int, content: str, num_tokens: int, **columns: Any) -> StepResult:
+        """Declares and admits a request."""
+        return self.declare(session, Operation.ADMIT, number, content, num_tokens, **columns)
+
+    def allocate(
+        self, session: Session, number: int, num_new_tokens: int, *, hit: Sequence[Sequence[int]] = (), **columns: Any
+    ) -> StepResult:
+        """Allocates slots for new tokens of a request, after a hit with these blocks of each group."""
+        if hit:
+            columns["num_block_ids"] = [len(block_ids) for block_ids in hit]
+            columns["block_ids"] = [block_id for block_ids in hit for block_id in block_ids]
+        new = [num_new_tokens]
+        return self.run(session, Operation.ALLOCATE, request_numbers=[number], num_new_tokens=new, **columns)
+
+    def decode(self, session: Session, number: int, content: str, num_tokens: int = 1, **columns: Any) -> StepResult:
+        """Appends tokens to a request and allocates their slots; its blocks hold `content` then."""
+        before = session.by_number[RequestNumber(number)].num_tokens
+        config = self.pool.config
+        first, end = (
+            config.num_hashes(count) if config.enable_caching else 0 for count in (before, before + num_tokens)
         )
+        hashes = block_hashes(content, end)[32 * first :]
+        appended = [num_tokens]
+        return self.allocate(session, number, num_tokens, num_appended_tokens=appended, block_hashes=hashes, **columns)
+
+    def num_found(self, session: Session, content: str, number: int = 99, **columns: Any) -> int:
+        """Length of the hit of a request with one token more than `content`, in tokens; in two steps, uncounted."""
+        num_tokens = BLOCK_SIZE * len(content) + 1
+        found = self.declare(session, Operation.LOOKUP_UNCOUNTED, number, content, num_tokens, **columns)
+        self.free(session, number)
+        return sum(found.num_hit_tokens)
+
+    def executed(self, session: Session, sequence: int | None = None) -> None:
+        """Reports steps up to a number as executed; by default all."""
+        self.allocator.mark_executed(self.pool, session, session.sequence if sequence is None else sequence)
+
+    def refuses(self, kind: Kind = InvalidArgumentError, **error: str | None) -> AbstractContextManager[Caught]:
+        """Expects an error that changes nothing; see `refused`."""
+        return refused(kind, state=self.snapshot, **error)
 
     def free(self, session: Session, number: int) -> StepResult:
         return self.run(session, Operation.FREE, request_numbers=[number])
@@ -138,6 +177,12 @@ class World:
 
     def snapshot(self) -> object:
         return snapshot(self.pool, self.sessions())
+
+
+def opened(num_blocks: int = 20, **options: Any) -> tuple[World, Session]:
+    """Returns a world and a session in it."""
+    world = World(num_blocks, **options)
+    return world, world.open()
 
 
 def snapshot(pool: KVCacheManager, sessions: list[Session]) -> object:

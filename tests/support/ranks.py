@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.core.ids import PoolName
 from kvpool.core.ranks.effects import (
     Effect,
@@ -27,6 +28,7 @@ from kvpool.core.ranks.messages import (
     PoolStatus,
     Rank,
     RankGroupOptions,
+    RankState,
     RankTiming,
     Registration,
     ServerMessage,
@@ -34,7 +36,9 @@ from kvpool.core.ranks.messages import (
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup, PoolConfig
+from support.refusals import Caught, Kind, refused
 
+_Kind = TypeVar("_Kind")
 LAYER = FullAttentionSpec(16, 2, 64, "bfloat16")
 LAYERS = {f"layer.{i}": LAYER for i in range(2)}
 BLOCK_BYTES = 2 * LAYER.page_size_bytes
@@ -118,18 +122,26 @@ class Gathering:
         self.do(self.members.register(link, said, self.now_seconds))
         return link
 
+    def register_all(self, world_size: int = 2) -> list[LinkId]:
+        """Registers equal ranks."""
+        return [self.register(registration(rank, world_size)) for rank in range(world_size)]
+
     def allocate(self, link: LinkId, num_blocks: int | None = None) -> None:
         """Answers the newest plan of a link, with all blocks or `num_blocks`."""
         plan = next(message for message in reversed(self.sent[link]) if isinstance(message, Planned))
         got = plan.config.num_blocks if num_blocks is None else num_blocks
         self.do(self.members.initialized(link, Allocated(plan.epoch, got, got * BLOCK_BYTES)))
 
+    def allocate_all(self, *links: LinkId) -> None:
+        """Answers the newest plan of each link, with all blocks."""
+        for link in links:
+            self.allocate(link)
+
     def form(self, world_size: int = 2, **said: object) -> list[LinkId]:
         """Forms a pool of equal ranks."""
         base = replace(registration(), world_size=world_size, **said)  # type: ignore[arg-type]
         links = [self.register(replace(base, rank=Rank(rank), boot_id=f"process-{rank}")) for rank in range(world_size)]
-        for link in links:
-            self.allocate(link)
+        self.allocate_all(*links)
         return links
 
     def beat(self, *links: LinkId) -> None:
@@ -154,6 +166,23 @@ class Gathering:
             if not (isinstance(message, PoolStatus) and message.heartbeat_sequence)
         )
 
+    def expect(self, link: LinkId, kind: type[_Kind]) -> _Kind:
+        """The last message to a link, which is of a kind; see `last`."""
+        message = self.last(link)
+        assert isinstance(message, kind)
+        return message
+
+    @property
+    def opened(self) -> PoolConfig:
+        """The configuration with which the pool opened last; nothing happened to it since."""
+        opened = self.pool[-1]
+        assert isinstance(opened, PoolOpened)
+        return opened.config
+
+    @property
+    def rank_states(self) -> list[RankState]:
+        return [info.state for info in self.members.registry.rank_infos()]
+
     def snapshot(self) -> object:
         """The visible state of the membership."""
         members = self.members
@@ -165,6 +194,10 @@ class Gathering:
             members.registry.rank_infos(),
             repr(members),
         )
+
+    def refuses(self, kind: Kind = InvalidArgumentError, **error: str | None) -> AbstractContextManager[Caught]:
+        """Expects an error that changes nothing; see `refused`."""
+        return refused(kind, state=self.snapshot, **error)
 
     def do(self, effects: list[Effect]) -> None:
         """Carries out effects as a server does."""

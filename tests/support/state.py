@@ -151,6 +151,14 @@ class DrivenState(State):
         self.execute(commands.RenewLeases(), now_seconds)
 
 
+def restored(state: State) -> DrivenState:
+    """A new state, made of a snapshot of another."""
+    made = DrivenState()
+    with state.snapshot() as snapshot:
+        made.restore(snapshot)
+    return made
+
+
 def driven(owner: Any) -> DrivenState:
     """The state of a journal, a recovery or a server that was made with a `DrivenState`."""
     state = owner.state

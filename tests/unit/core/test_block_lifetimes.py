@@ -4,10 +4,9 @@ import random
 
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
-from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionId, SessionNumber, StepNumber
+from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber, StepNumber
 from kvpool.core.statistics import Histogram
-from kvpool.core.steps.columns import Operation, Step
-from support.core import block_hashes, config
+from support.core import World, config
 from support.state import DrivenState
 
 
@@ -76,26 +75,20 @@ def test_a_pool_records_evictions_of_sampled_blocks_and_clears_them_on_reset() -
 
 def test_the_time_of_a_step_is_the_time_of_its_call() -> None:
     kept = sample_all()
-    allocator = DrivenState(lambda: kept)
-    pool, _ = allocator.create_pool(config(3), b"n")
-    _, session = allocator.open_session("m", "", 60.0, session_id=SessionId("s"), now_seconds=0.0)
-    for sequence, at_seconds in ((1, 7.0), (2, 9.0)):
-        _, session = allocator.touch_session("s", at_seconds)
-        step = Step(2 * sequence - 1, operations=[Operation.ADMIT], request_numbers=[sequence], declares=[True])
-        step.request_ids = [f"r{sequence}"]
-        step.num_appended_tokens = [8]
-        step.block_hashes = block_hashes("ab" if sequence == 1 else "xy", 2)
-        allocator.apply(pool, session, step)
-        allocator.apply(pool, session, Step(2 * sequence, operations=[Operation.FREE], request_numbers=[sequence]))
-    assert pool.blocks.num_evicted == 2
+    world = World(3, DrivenState(lambda: kept))
+    session = world.open(lease_seconds=60.0)
+    for number, content, at_seconds in ((1, "ab", 7.0), (2, "xy", 9.0)):
+        world.allocator.touch_session(session.session_id, at_seconds)
+        world.admit(session, number, content, 8)
+        world.free(session, number)
+    assert world.pool.blocks.num_evicted == 2
     assert measured(kept.lifetime) == (2, 2 * 2.0)
 
 
 def test_a_new_epoch_records_no_evictions() -> None:
     kept = sample_all()
-    allocator = DrivenState(lambda: kept)
-    pool, _ = allocator.create_pool(config(6), b"n")
-    pool.blocks.get_new_blocks(GroupId(0), 3)
-    allocator.pass_epoch(pool, 2)
+    world = World(6, DrivenState(lambda: kept))
+    world.admit(world.open(), 1, "abc", 12)
+    world.allocator.pass_epoch(world.pool, 2)
     assert (measured(kept.lifetime), kept.sampled) == ((0, 0.0), {})
-    assert pool.blocks.block_lifetimes is kept
+    assert world.pool.blocks.block_lifetimes is kept

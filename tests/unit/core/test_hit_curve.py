@@ -3,7 +3,6 @@
 import hashlib
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -12,6 +11,7 @@ from kvpool.core import hit_curve
 from kvpool.core.execution import apply
 from kvpool.core.hit_curve import MAX_SAMPLED, MULTIPLES, HitCurve
 from kvpool.core.ids import BlockHash, MapId, RequestNumber
+from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.steps.columns import Operation, Outcome
@@ -94,13 +94,8 @@ def test_steps_skip_the_same_operations_with_every_key(monkeypatch: pytest.Monke
     curve = worlds[0].pool.hit_curve
     assert curve
     known = b"".join(curve.sample(b"".join(hashes(*range(20_000))))[:10])
-    rows: dict[str, Any] = {
-        "request_numbers": range(1, 21),
-        "num_appended_tokens": [40] * 20,
-        "block_hashes": known * 20,
-    }
-    names = [f"r{i}" for i in range(20)]
-    results = [each.run(each.open(), *[Operation.LOOKUP] * 20, request_ids=names, **rows) for each in worlds]
+    lookups = [Operation.LOOKUP] * 20
+    results = [each.declare_all(each.open(), lookups, "", 40, block_hashes=known * 20) for each in worlds]
     assert results[0] == results[1]
     assert Outcome.SKIPPED in results[0].outcomes
 
@@ -178,8 +173,7 @@ def found(world: World) -> list[int]:
     return [tokens // 4 for tokens in world.pool.hit_curve.found_tokens]
 
 
-def test_admissions_count_and_frees_move_to_the_front(world: World) -> None:
-    session = world.open()
+def test_admissions_count_and_frees_move_to_the_front(world: World, session: Session) -> None:
     world.admit(session, 1, "abcd", 16)
     assert found(world) == [0, 0, 0, 0, 3], "the last block never hits"
     world.admit(session, 2, "wxyz", 15)
@@ -189,24 +183,15 @@ def test_admissions_count_and_frees_move_to_the_front(world: World) -> None:
     assert found(world) == [1, 3, 0, 0, 6], "w, x, y and a are in the first 4 places"
 
 
-def test_blocks_of_outputs_are_found_once_they_are_freed(world: World) -> None:
-    session = world.open()
+def test_blocks_of_outputs_are_found_once_they_are_freed(world: World, session: Session) -> None:
     world.admit(session, 1, "ab", 7)
-    world.run(
-        session,
-        Operation.ALLOCATE,
-        request_numbers=[1],
-        num_appended_tokens=[1],
-        num_new_tokens=[1],
-        block_hashes=block_hashes("ab", 2)[32:],
-    )
+    world.decode(session, 1, "ab")
     world.free(session, 1)
     world.admit(session, 2, "ab", 9)
     assert found(world) == [2, 0, 0, 0, 1]
 
 
-def test_refused_and_preempted_requests_do_not_count(world: World) -> None:
-    session = world.open()
+def test_refused_and_preempted_requests_do_not_count(world: World, session: Session) -> None:
     world.admit(session, 1, "abcdefgh", 32)
     counted = found(world)
     world.admit(session, 2, "abcdefghij", 40)
@@ -216,8 +201,7 @@ def test_refused_and_preempted_requests_do_not_count(world: World) -> None:
     assert found(world) == counted
 
 
-def test_a_reset_forgets_hashes_and_an_epoch_keeps_counters(world: World) -> None:
-    session = world.open()
+def test_a_reset_forgets_hashes_and_an_epoch_keeps_counters(world: World, session: Session) -> None:
     for number in (1, 2):
         world.admit(session, number, "ab", 9)
         world.free(session, number)

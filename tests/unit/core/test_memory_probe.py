@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from mmap import mmap
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,7 @@ from kvpool.core.errors import ExhaustedError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.memory_probe import QUANTUM_BYTES, RESERVE_BYTES, TABLE_BYTES, MemoryProbe
 from kvpool.core.steps.columns import Operation
-from support.core import World
+from support.core import World, opened
 
 _TOO_MUCH = 2**62
 
@@ -59,12 +60,11 @@ def test_a_small_change_uses_memory_that_was_freed_but_not_returned(monkeypatch:
 
 
 def test_a_pool_with_memory_for_all_blocks_needs_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(20)
-    session = world.open()
+    world, session = opened(20)
     world.admit(session, 1, "a", 17)
     taken = list[int]()
     monkeypatch.setattr(MemoryProbe, "reserve", lambda _, num_bytes, *__: taken.append(num_bytes))
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_appended_tokens=[1], num_new_tokens=[4])
+    world.allocate(session, 1, 4, num_appended_tokens=[1])
     assert taken == []
 
 
@@ -102,33 +102,20 @@ def test_more_than_the_process_can_map() -> None:
 
 CHANGES: dict[str, Callable[[World], object]] = {
     "a step that grows columns": lambda world: world.admit(world.sessions()[0], 2, "xyz", 12),
-    "a look-up that declares": lambda world: world.run(
-        world.sessions()[0],
-        Operation.LOOKUP,
-        request_numbers=[2],
-        num_appended_tokens=[3],
-        request_ids=["r2"],
-    ),
+    "a look-up that declares": lambda world: world.declare(world.sessions()[0], Operation.LOOKUP, 2, "", 3),
     "a pool": lambda world: world.allocator.create_pool(replace(world.pool.config, name=PoolName("other")), b"n"),
     "a session": lambda world: world.open(),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    world = World(20)
+def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, change: str, world: World) -> None:
     world.admit(world.open(), 1, "ab", 8)
-    before = world.snapshot()
-
-    def refuse(*_: object) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(MemoryProbe, "reserve", refuse)
-        with pytest.raises(ExhaustedError, match="too little memory") as caught:
+        patched.setattr(MemoryProbe, "reserve", Mock(side_effect=MemoryError))
+        with world.refuses(ExhaustedError, reason="OUT_OF_MEMORY", match="too little memory") as caught:
             CHANGES[change](world)
-        assert (caught.value.reason, caught.value.retry_seconds) == ("OUT_OF_MEMORY", 1.0)
-        assert world.snapshot() == before
+        assert caught.value.retry_seconds == 1.0
         assert (len(world.allocator.pools), len(world.allocator.sessions)) == (1, 1)
     CHANGES[change](world)
 
@@ -137,19 +124,12 @@ def test_a_change_without_memory_is_refused(monkeypatch: pytest.MonkeyPatch, cha
 def test_an_epoch_without_memory_is_refused(
     monkeypatch: pytest.MonkeyPatch, command: commands.PassEpoch | None
 ) -> None:
-    world = World(20)
-    session = world.open()
+    world, session = opened(20)
     world.admit(session, 1, "ab", 8)
-    before = world.snapshot()
-
-    def fail(*_: object) -> None:
-        raise MemoryError
-
     with monkeypatch.context() as patched:
-        patched.setattr(KVCacheManager, "_create_blocks", fail)
-        with pytest.raises(ExhaustedError, match="too little memory"):
+        patched.setattr(KVCacheManager, "_create_blocks", Mock(side_effect=MemoryError))
+        with world.refuses(ExhaustedError, match="too little memory"):
             world.allocator.execute(command or commands.OpenEpoch(world.pool.config, b"n", 2), 0.0)
-    assert (world.snapshot(), world.pool.epoch, world.pool.is_suspended) == (before, 1, False)
     assert world.allocator.sessions.get(SessionId("s1"))
     (end,) = world.allocator.execute(commands.PassEpoch("m", 2), 0.0)
     assert (end.epoch, world.pool.epoch, len(world.allocator.sessions)) == (1, 2, 0)

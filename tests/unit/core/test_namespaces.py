@@ -15,7 +15,7 @@ from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from support.core import World, block_hashes, config
 from support.integrity import check_integrity
 from support.journal import Traffic, assert_alike
-from support.state import DrivenState
+from support.state import DrivenState, restored
 
 FULL, WINDOW = FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=5)
 NUM_MANY = 300
@@ -29,40 +29,26 @@ def cached(world: World, namespace: bytes, content: str = "abc") -> Session:
     return session
 
 
-def num_hit_tokens(world: World, session: Session, number: int = 9, content: str = "abc") -> int:
-    """Length of the hit of a new request, which is freed."""
-    result = world.run(
-        session, Operation.LOOKUP, request_numbers=[number], num_appended_tokens=[4 * len(content) + 1],
-        block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
-    )  # fmt: skip
-    world.free(session, number)
-    return result.num_hit_tokens[0] if result.num_hit_tokens else 0
-
-
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
 @pytest.mark.parametrize(("owner", "reader"), [(b"one", b"two"), (b"", b"one"), (b"one", b"")])
 def test_an_equal_hash_finds_nothing_in_another_namespace(owner: bytes, reader: bytes, specs: Any) -> None:
     world = World(specs=specs)
     cached(world, owner)
-    assert num_hit_tokens(world, world.open(namespace=reader)) == 0
-    assert num_hit_tokens(world, world.open(namespace=owner)) == 12
-    check_integrity(world.pool, world.sessions())
+    assert world.num_found(world.open(namespace=reader), "abc") == 0
+    assert world.num_found(world.open(namespace=owner), "abc") == 12
 
 
-def test_a_hit_of_another_namespace_is_not_allocated() -> None:
+def test_a_hit_of_another_namespace_is_not_allocated(world: World) -> None:
     """A session that learned hashes and block ids names them as its hit."""
-    world = World()
     cached(world, b"one")
     thief = world.open(namespace=b"two")
-    result = world.run(
-        thief, Operation.ALLOCATE, request_numbers=[1], num_appended_tokens=[13], block_hashes=block_hashes("abc", 3),
-        request_ids=["r"], num_new_tokens=[1], num_block_ids=[3], block_ids=[1, 2, 3],
-    )  # fmt: skip
+    result = world.declare(
+        thief, Operation.ALLOCATE, 1, "abc", 13, num_new_tokens=[1], num_block_ids=[3], block_ids=[1, 2, 3]
+    )
     assert (result.outcomes, result.num_hit_tokens) == ([Outcome.HIT_CHANGED], [])
 
 
-def test_each_namespace_has_its_copy_and_loses_it_alone() -> None:
-    world = World()
+def test_each_namespace_has_its_copy_and_loses_it_alone(world: World) -> None:
     for namespace in (b"", b"one", b"two"):
         cached(world, namespace)
     readers = [world.open(namespace=namespace) for namespace in (b"", b"one", b"two")]
@@ -70,23 +56,11 @@ def test_each_namespace_has_its_copy_and_loses_it_alone() -> None:
     assert len(prefix_map) == 9
     owned = [b for b in map(BlockId, range(20)) if prefix_map.block_hash(b) and prefix_map.map_id(b) == 1]
     world.run(readers[0], Operation.EVICT, num_block_ids=[3], block_ids=owned)
-    assert [num_hit_tokens(world, reader) for reader in readers] == [12, 0, 12]
-    check_integrity(world.pool, world.sessions())
+    assert [world.num_found(reader, "abc") for reader in readers] == [12, 0, 12]
     assert world.pool.reset_prefix_cache()
-    assert [num_hit_tokens(world, reader, 10) for reader in readers] == [0, 0, 0]
+    assert [world.num_found(reader, "abc", 10) for reader in readers] == [0, 0, 0]
     cached(world, b"one")
-    assert [num_hit_tokens(world, reader, 11) for reader in readers] == [0, 12, 0]
-
-
-def test_a_restored_session_keeps_its_namespace() -> None:
-    world = World()
-    owner, other = cached(world, b"one"), world.open(namespace=b"two")
-    assert [num_hit_tokens(world, session) for session in (owner, other)] == [12, 0]
-    restored = DrivenState()
-    with world.allocator.snapshot() as snapshot:
-        restored.restore(snapshot)
-    world.allocator, world.pool = restored, restored.pools.get("m")
-    assert [num_hit_tokens(world, session, 10) for session in world.sessions()] == [12, 0]
+    assert [world.num_found(reader, "abc", 11) for reader in readers] == [0, 12, 0]
 
 
 def test_watchers_see_all_namespaces_as_one_set() -> None:
@@ -94,10 +68,7 @@ def test_watchers_see_all_namespaces_as_one_set() -> None:
     world = World(enable_events=True)
     for namespace in (b"", b"one"):
         session = world.open(namespace=namespace)
-        world.run(
-            session, Operation.ADMIT, executed=0, request_numbers=[1], num_appended_tokens=[9], request_ids=["r"],
-            block_hashes=block_hashes("ab", 2), token_ids=list(range(9)),
-        )  # fmt: skip
+        world.admit(session, 1, "ab", 9, executed=0, token_ids=list(range(9)))
     stored = SnapshotCursor(world.pool).next_chunk(100)
     assert [list(run.block_hashes) for run in stored] == [
         [BlockHash(block_hashes("ab", 2)[at : at + 32]) for at in (0, 32)] for _ in range(2)
@@ -114,10 +85,7 @@ def test_events_of_removals_take_as_many_calls_with_many_scopes() -> None:
         world = World(30, enable_events=True)
         for i in range(num_scopes):
             session = world.open(namespace=b"%d" % i)
-        world.run(
-            session, Operation.ADMIT, executed=0, request_numbers=[1], num_appended_tokens=[40], request_ids=["r"],
-            block_hashes=block_hashes("abcdefghij", 10), token_ids=list(range(40)),
-        )  # fmt: skip
+        world.admit(session, 1, "abcdefghij", 40, executed=0, token_ids=list(range(40)))
         counted: list[object] = []
         sys.setprofile(lambda *event, counted=counted: counted.append(event))
         world.pool.blocks.evict_blocks(list(map(BlockId, range(1, 11))))
@@ -151,13 +119,10 @@ def test_more_namespaces_than_a_byte_counts() -> None:
         earlier = DrivenState()
         earlier.restore(snapshot)
     assert len(earlier.pools.get("m").blocks.prefix_map) == 3
-    restored = DrivenState()
-    with world.allocator.snapshot() as snapshot:
-        restored.restore(snapshot)
-    assert_alike(world.allocator, restored)
+    assert_alike(world.allocator, restored(world.allocator))
     for i in (0, 1, 255, 256, NUM_MANY - 1):
-        assert num_hit_tokens(world, world.open(namespace=str(i).encode()), content="a") == 4
-    assert num_hit_tokens(world, world.open(), content="a") == 0
+        assert world.num_found(world.open(namespace=str(i).encode()), "a") == 4
+    assert world.num_found(world.open(), "a") == 0
 
 
 @pytest.mark.parametrize("seed", range(4))

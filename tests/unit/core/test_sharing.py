@@ -1,50 +1,20 @@
 """Rules of sharing between two sessions of one pool."""
 
-import hashlib
-
-import pytest
-
 from kvpool.core.ids import BlockId
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
-from support.core import World, block_hashes
-from support.integrity import check_integrity
+from support.core import World
 
 LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def one(world: World) -> Session:
-    return world.open()
-
-
-@pytest.fixture
-def other(world: World) -> Session:
-    return world.open()
-
-
 def lookup(world: World, session: Session, number: int, content: str) -> StepResult:
     """Declares a request that ends one token after its content, and looks it up."""
-    return world.run(
-        session, LOOKUP, request_numbers=[number], num_appended_tokens=[4 * len(content) + 1],
-        block_hashes=block_hashes(content, len(content)), request_ids=[f"r{number}"],
-    )  # fmt: skip
+    return world.declare(session, LOOKUP, number, content, 4 * len(content) + 1)
 
 
 def allocate(world: World, session: Session, number: int, hit_blocks: list[int], executed: int = 0) -> StepResult:
-    return world.run(
-        session, ALLOCATE, executed=executed, request_numbers=[number], num_new_tokens=[1],
-        num_block_ids=[len(hit_blocks)], block_ids=hit_blocks,
-    )  # fmt: skip
-
-
-def salted(salt: str, content: str) -> bytes:
-    return b"".join(hashlib.sha256(f"{salt}|{content[: i + 1]}".encode()).digest() for i in range(len(content)))
+    return world.allocate(session, number, 1, hit=[hit_blocks], executed=executed)
 
 
 # Rule 1: look it up, then lose it.
@@ -98,31 +68,7 @@ def test_a_changed_hit_does_not_stop_later_operations(world: World, one: Session
     assert (result.outcomes, result.num_new_blocks) == ([Outcome.HIT_CHANGED, Outcome.OK], [0, 1])
 
 
-def test_an_admission_needs_no_earlier_look_up(world: World, one: Session) -> None:
-    world.admit(one, 1, "abc", 13)
-    lookup(world, one, 2, "abc")
-    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[3])
-    result = world.run(one, ADMIT, request_numbers=[2])
-    assert (result.outcomes, result.num_hit_tokens) == ([], [8])
-
-
 # Rule 2: cached, but not computed.
-
-
-def test_a_block_filled_by_two_steps_waits_for_the_second(world: World, one: Session, other: Session) -> None:
-    world.admit(one, 1, "", 3)
-    world.run(
-        one,
-        ALLOCATE,
-        request_numbers=[1],
-        num_appended_tokens=[1],
-        num_new_tokens=[1],
-        block_hashes=block_hashes("a", 1),
-    )
-    world.run(one, executed=1)
-    assert lookup(world, other, 1, "a").num_hit_tokens == []
-    world.run(one, executed=2)
-    assert lookup(world, other, 2, "a").num_hit_tokens == [4]
 
 
 def test_a_freed_pending_block_stays_hidden_from_other_sessions(world: World, one: Session, other: Session) -> None:
@@ -135,13 +81,11 @@ def test_a_freed_pending_block_stays_hidden_from_other_sessions(world: World, on
 def test_another_session_can_allocate_a_free_pending_block(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "a", 4)
     world.run(one, Operation.FREE, request_numbers=[1])
-    world.run(other, ADMIT, request_numbers=[1], num_appended_tokens=[76],
-              block_hashes=block_hashes("x" * 19, 19), request_ids=["r1"])  # all blocks of the pool  # fmt: skip
+    world.admit(other, 1, "x" * 19, 76)  # all blocks of the pool
     world.run(one, executed=2)
     assert world.pool.blocks.prefix_map.pending.of(other.session_number) != []
     assert lookup(world, one, 2, "xx").num_hit_tokens == []
     assert lookup(world, one, 3, "a").num_hit_tokens == []
-    check_integrity(world.pool, world.sessions())
 
 
 def test_any_session_can_evict_a_pending_block(world: World, one: Session, other: Session) -> None:
@@ -149,49 +93,3 @@ def test_any_session_can_evict_a_pending_block(world: World, one: Session, other
     world.run(other, Operation.EVICT, num_block_ids=[1], block_ids=[2])
     world.run(one, executed=1)
     assert lookup(world, other, 1, "abc").num_hit_tokens == [4]
-    check_integrity(world.pool, world.sessions())
-
-
-def test_published_blocks_outlive_their_session(world: World, one: Session, other: Session) -> None:
-    world.admit(one, 1, "abc", 13)
-    world.admit(one, 2, "abcxy", 21, executed=1)
-    world.allocator.expire(10.0)
-    third = world.open()
-    assert other not in world.sessions()
-    assert lookup(world, third, 1, "abcxy").num_hit_tokens == [12]
-    check_integrity(world.pool, world.sessions())
-
-
-def test_shared_blocks_of_an_ended_session_stay_with_their_holders(world: World, one: Session, other: Session) -> None:
-    world.admit(one, 1, "abc", 13)
-    world.run(one, executed=1)
-    world.admit(other, 1, "abc", 13)
-    world.allocator.close_session(one.session_id, 0.0)
-    assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2, 3, 4, 5)] == [1, 1, 1, 0, 1]
-    check_integrity(world.pool, world.sessions())
-
-
-# Rule 4: salted apart.
-
-
-def test_sessions_share_only_blocks_with_the_same_salt(world: World, one: Session, other: Session) -> None:
-    def admit(session: Session, number: int, salt: str) -> list[int]:
-        return world.run(
-            session, ADMIT, request_numbers=[number], num_appended_tokens=[13],
-            block_hashes=salted(salt, "abc"), request_ids=[f"r{number}"],
-        ).num_hit_tokens  # fmt: skip
-
-    admit(one, 1, "tenant 1")
-    world.run(one, executed=1)
-    assert admit(other, 1, "tenant 2") == []
-    assert admit(other, 2, "tenant 1") == [12]
-
-
-# Rule 5: turns.
-
-
-def test_a_refusal_to_one_session_does_not_block_others(one: Session, world: World) -> None:
-    other = world.open()
-    assert world.admit(one, 1, "a" * 20, 80).outcomes == [Outcome.NEVER_FITS]
-    assert world.admit(other, 1, "abc", 13).outcomes == []
-    assert not one.requests[next(iter(one.requests))].holds_blocks

@@ -26,11 +26,12 @@ from kvpool.core.ids import (
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.snapshots import Column, ColumnCopy
+from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation
 from support.core import World, block_hashes, config
 from support.journal import Traffic, assert_alike
-from support.state import DrivenState
+from support.state import DrivenState, restored
 
 
 @pytest.fixture(autouse=True)
@@ -85,18 +86,6 @@ def test_a_request_is_copied_as_it_was() -> None:
     assert held == [([1, 2], 1, 0), ([0, 3, 4], 2, 1)]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_an_equal_state_is_made_of_a_snapshot(seed: int) -> None:
-    state = DrivenState()
-    traffic = Traffic(state, config(30, enable_events=seed % 2 > 0), seed)
-    for _ in range(60):
-        traffic.change()
-    made = DrivenState()
-    with state.snapshot() as snapshot:
-        made.restore(snapshot)
-    assert_alike(state, made)
-
-
 def test_the_cache_is_reset_several_times_while_a_snapshot_is_read() -> None:
     prefix_map, blocks = PrefixMap(4, 2, 4), [BlockId(1), BlockId(2)]
     prefix_map.insert(MapId(0), blocks, [BlockHash(b"a"), BlockHash(b"b")], SessionNumber(1), StepNumber(1))
@@ -146,17 +135,20 @@ def test_a_snapshot_with_the_blocks_of_another_pool_is_refused(num_blocks: int) 
         State().restore(spoiled)
 
 
+def busy(state: DrivenState, pool_config: PoolConfig, seed: int) -> None:
+    """Changes a state at random."""
+    traffic = Traffic(state, pool_config, seed)
+    for _ in range(40):
+        traffic.change()
+
+
 def test_a_state_that_is_replaced_is_the_other_one_in_the_same_objects() -> None:
     state, other = DrivenState(), DrivenState()
     for each, seed in ((state, 1), (other, 2)):
-        traffic = Traffic(each, config(30, enable_events=True), seed)
-        for _ in range(40):
-            traffic.change()
+        busy(each, config(30, enable_events=True), seed)
     other.drain(None)
     other.lose_sessions()
-    expected = DrivenState()
-    with other.snapshot() as snapshot:
-        expected.restore(snapshot)
+    expected = restored(other)
     pools, sessions, lifetimes = state.pools, state.sessions, state.new_block_lifetimes
     state.replace(other)
     assert_alike(expected, state)
@@ -172,18 +164,13 @@ def test_a_state_that_is_replaced_is_the_other_one_in_the_same_objects() -> None
 def test_a_state_can_be_replaced_while_a_snapshot_of_it_is_read() -> None:
     state, before, other = DrivenState(), DrivenState(), DrivenState()
     for each, seed in ((state, 1), (before, 1), (other, 2)):
-        traffic = Traffic(each, config(30), seed)
-        for _ in range(40):
-            traffic.change()
+        busy(each, config(30), seed)
     read = DrivenState()
     with state.snapshot() as snapshot:
         state.replace(other)
         read.restore(snapshot)
     assert_alike(before, read)
-    with state.snapshot() as snapshot:
-        made = DrivenState()
-        made.restore(snapshot)
-    assert_alike(state, made)
+    assert_alike(state, restored(state))
 
 
 CHANGES: dict[str, Callable[[World, Session], object]] = {

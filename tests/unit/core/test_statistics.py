@@ -1,8 +1,9 @@
 """The hit rate covers recent look-ups only; admissions and look-ups of preempted requests are counted as documented."""
 
+from kvpool.core.sessions.session import Session
 from kvpool.core.statistics import RECENT_REQUESTS, RecentHitRate
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import World, block_hashes
+from support.core import World, opened
 
 
 def test_the_rate_covers_the_last_thousand_look_ups() -> None:
@@ -20,9 +21,7 @@ def test_the_rate_covers_the_last_thousand_look_ups() -> None:
     assert recent.rate == 0.0
 
 
-def test_look_ups_of_preempted_requests_are_counted_separately() -> None:
-    world = World()
-    session = world.open()
+def test_look_ups_of_preempted_requests_are_counted_separately(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     world.run(session, Operation.PREEMPT, request_numbers=[1])
     world.run(session, Operation.ADMIT, request_numbers=[1])
@@ -33,27 +32,13 @@ def test_look_ups_of_preempted_requests_are_counted_separately() -> None:
 
 
 def test_an_admission_counts_its_look_up_only_if_it_succeeds() -> None:
-    world = World(num_blocks=4)
-    session = world.open()
+    world, session = opened(num_blocks=4)
     world.admit(session, 1, "abc", 9)
     assert world.admit(session, 2, "xyz", 9).outcomes == [Outcome.NO_BLOCKS]
     assert world.pool.stats.requests == 1
 
 
-def test_an_uncounted_look_up_changes_no_counter() -> None:
-    world = World()
-    session = world.open()
-    result = world.run(
-        session, Operation.LOOKUP_UNCOUNTED, request_numbers=[1], num_appended_tokens=[4],
-        block_hashes=block_hashes("a", 1), request_ids=["r"],
-    )  # fmt: skip
-    assert result.outcomes == []
-    assert world.pool.stats.requests == 0
-
-
-def test_hits_on_blocks_of_another_session_are_counted_separately() -> None:
-    world = World()
-    one, other = world.open(), world.open()
+def test_hits_on_blocks_of_another_session_are_counted_separately(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
     assert world.admit(one, 2, "abc", 13).num_shared_hit_tokens == []

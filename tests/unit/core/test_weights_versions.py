@@ -4,47 +4,35 @@ import pytest
 
 from kvpool.core import commands
 from kvpool.core.blocks.prefix_map import MAX_UNUSED_VERSIONS
-from kvpool.core.errors import AbortedError, InvalidArgumentError, KvpoolError, NotFoundError, WrongStateError
+from kvpool.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.events import BlockRemoved, BlockStored
-from kvpool.core.ids import RequestNumber, SessionId
+from kvpool.core.ids import RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
-from support.core import World, block_hashes
-from support.integrity import check_integrity
-from support.state import DrivenState
+from support.core import World
+from support.state import restored
 
 BLOCK = 4
 
 
-def lookup(world: World, session: Session, content: str = "abc", number: int = 99) -> int:
+def lookup(world: World, session: Session, content: str = "abc") -> int:
     """Length of the hit of a new request in blocks, which is freed."""
-    result = world.run(
-        session, Operation.LOOKUP_UNCOUNTED, executed=session.sequence, request_numbers=[number],
-        num_appended_tokens=[BLOCK * len(content) + 1], block_hashes=block_hashes(content, len(content)),
-        request_ids=[f"r{number}"],
-    )  # fmt: skip
-    world.free(session, number)
-    return (result.num_hit_tokens or [0])[0] // BLOCK
+    return world.num_found(session, content, executed=session.sequence) // BLOCK
 
 
 def admit(world: World, session: Session, number: int, content: str = "abc") -> StepResult:
     """Admits a request with one token after its full blocks, and reports the step as executed."""
     result = world.admit(session, number, content, BLOCK * len(content) + 1)
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     return result
 
 
 def decode(world: World, session: Session, number: int, content: str, num_tokens: int) -> StepResult:
     """Appends tokens to a running request, up to the end of `content`, and allocates their slots."""
-    before = session.by_number[RequestNumber(number)].num_tokens // BLOCK
-    hashes = block_hashes(content, len(content))[before * 32 :]
-    result = world.run(
-        session, Operation.ALLOCATE, request_numbers=[number], num_appended_tokens=[num_tokens],
-        num_new_tokens=[num_tokens], block_hashes=hashes,
-    )  # fmt: skip
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    result = world.decode(session, number, content, num_tokens)
+    world.executed(session)
     return result
 
 
@@ -63,7 +51,6 @@ def test_a_new_version_makes_earlier_prefixes_unreachable(specs: tuple[FullAtten
     assert (lookup(world, first), lookup(world, second, "abcd")) == (3, 3)  # "abcd": only "abc", of version 1
     world.allocator.set_weights_version(second, "2")
     assert lookup(world, second, "abcd") == 4
-    check_integrity(world.pool, world.sessions())
 
 
 def test_versions_and_namespaces_are_separate() -> None:
@@ -93,83 +80,46 @@ def test_a_running_request_keeps_its_blocks_and_caches_no_more(order: ReuseOrder
     assert (result.outcomes, result.num_new_blocks) == ([], [2])
     assert request.tables[0].block_ids[: len(held)] == held
     assert (lookup(world, other, "abcde"), lookup(world, session, "abcde")) == (3, 0)
-    check_integrity(world.pool, world.sessions())
     world.free(session, 1)
     assert (lookup(world, other, "abcde"), len(world.pool.blocks.prefix_map)) == (3, 3)
-    check_integrity(world.pool, world.sessions())
 
 
-def test_blocks_without_a_hash_are_reused_first() -> None:
-    world = World(num_blocks=20, reuse_order=ReuseOrder.UNCACHED_FIRST)
-    session = world.open(weights_version="1")
-    admit(world, session, 1)
-    world.allocator.set_weights_version(session, "2")
-    uncached = decode(world, session, 1, "abcde", 8).block_ids
-    world.free(session, 1)
-    free = list(world.pool.blocks.free_list)
-    assert {*free[:2]} == {*uncached}
-    assert free[-3:] == [3, 2, 1]
-
-
-def test_a_preempted_request_begins_again_with_the_new_version() -> None:
-    world = World()
+def test_a_preempted_request_begins_again_with_the_new_version(world: World) -> None:
     session, other = world.open(weights_version="1"), world.open(weights_version="1")
     admit(world, session, 1)
     world.allocator.set_weights_version(session, "2")
     world.run(session, Operation.PREEMPT, request_numbers=[1])
     result = world.run(session, Operation.ADMIT, request_numbers=[1])
     assert (result.num_hit_tokens, result.num_new_tokens) == ([], [13])
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     assert (lookup(world, session), lookup(world, other)) == (3, 3)
     world.allocator.set_weights_version(other, "2")
     assert lookup(world, other) == 3
-    check_integrity(world.pool, world.sessions())
 
 
-def test_a_request_that_was_preempted_before_begins_with_the_new_version() -> None:
-    world = World()
-    session = world.open(weights_version="1")
-    admit(world, session, 1)
-    world.run(session, Operation.PREEMPT, executed=session.sequence, request_numbers=[1])
-    world.allocator.set_weights_version(session, "2")
-    assert world.run(session, Operation.ADMIT, request_numbers=[1]).num_hit_tokens == []
-    check_integrity(world.pool, world.sessions())
-
-
-def test_a_hit_that_was_found_before_is_not_allocated() -> None:
-    world = World()
+def test_a_hit_that_was_found_before_is_not_allocated(world: World) -> None:
     session = world.open(weights_version="1")
     admit(world, session, 1)
     world.free(session, 1)
-    found = world.run(
-        session, Operation.LOOKUP, executed=session.sequence, request_numbers=[2], num_appended_tokens=[13],
-        block_hashes=block_hashes("abc", 3), request_ids=["r2"],
-    )  # fmt: skip
+    found = world.declare(session, Operation.LOOKUP, 2, "abc", 13, executed=session.sequence)
     assert len(found.block_ids) == 3
     world.allocator.set_weights_version(session, "2")
-    result = world.run(
-        session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[1], num_block_ids=[3],
-        block_ids=found.block_ids,
-    )  # fmt: skip
+    result = world.allocate(session, 2, 1, hit=[found.block_ids])
     assert (result.outcomes, result.num_hit_tokens) == ([Outcome.HIT_CHANGED], [])
 
 
-def test_blocks_that_may_not_be_computed_are_forgotten() -> None:
+def test_blocks_that_may_not_be_computed_are_forgotten(world: World) -> None:
     """A step that was not reported as executed may run with the new weights."""
-    world = World()
     session, other = world.open(weights_version="1"), world.open(weights_version="1")
     world.admit(session, 1, "abc", 13)
     world.allocator.set_weights_version(session, "2")
-    world.allocator.mark_executed(world.pool, session, session.sequence)
+    world.executed(session)
     assert lookup(world, other) == 0
     world.allocator.set_weights_version(session, "1")
     assert lookup(world, session) == 0
-    check_integrity(world.pool, world.sessions())
 
 
-def test_an_earlier_version_is_found_again() -> None:
-    world = World()
-    session = world.open()
+def test_an_earlier_version_is_found_again(world: World, session: Session) -> None:
     admit(world, session, 1)
     world.free(session, 1)
     for version, num_hit in (("1", 0), ("", 3), ("1", 0)):
@@ -177,8 +127,7 @@ def test_an_earlier_version_is_found_again() -> None:
         assert lookup(world, session) == num_hit
 
 
-def test_the_same_version_again_changes_nothing() -> None:
-    world = World()
+def test_the_same_version_again_changes_nothing(world: World) -> None:
     session, other = world.open(weights_version="1"), world.open(weights_version="1")
     world.admit(session, 1, "abc", 13)
     before = world.snapshot()
@@ -194,14 +143,10 @@ def test_only_the_newest_unused_versions_are_kept() -> None:
     session, stays = world.open(weights_version="0"), world.open(weights_version="0")
     last = MAX_UNUSED_VERSIONS + 5
     for version in range(1, last + 1):
-        world.run(
-            session, Operation.ADMIT, request_numbers=[version], num_appended_tokens=[9], request_ids=[f"r{version}"],
-            block_hashes=block_hashes("ab", 2), token_ids=list(range(9)),
-        )  # fmt: skip
-        world.allocator.mark_executed(world.pool, session, session.sequence)
+        world.admit(session, version, "ab", 9, token_ids=list(range(9)))
+        world.executed(session)
         world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[version])
         world.allocator.set_weights_version(session, str(version))
-        check_integrity(world.pool, world.sessions())
     assert len(world.pool.blocks.prefix_map) == 2 * (MAX_UNUSED_VERSIONS + 1)  # and those of version 0, in use
     events = world.pool.blocks.take_events()
     num_stored = sum(len(event.block_hashes) for event in events if isinstance(event, BlockStored))
@@ -210,70 +155,52 @@ def test_only_the_newest_unused_versions_are_kept() -> None:
     assert stays.scope == (b"", "0")
 
 
-def test_versions_are_listed() -> None:
-    world = World()
+def test_versions_are_listed(world: World) -> None:
     for version in ("b", "", "a", "b"):
         world.open(weights_version=version)
     assert world.info().weights_versions == ["", "a", "b"]
 
 
-def test_a_restored_session_keeps_its_version() -> None:
-    world = World()
+def test_a_restored_session_keeps_its_version(world: World) -> None:
     owner, other = world.open(weights_version="1"), world.open(weights_version="2")
     admit(world, owner, 1)
     admit(world, other, 1)
     world.allocator.set_weights_version(owner, "2")
-    restored = DrivenState()
-    with world.allocator.snapshot() as snapshot:
-        restored.restore(snapshot)
-    world.allocator, world.pool = restored, restored.pools.get("m")
+    world.allocator = restored(world.allocator)
+    world.pool = world.allocator.pools.get("m")
     owner, other = world.sessions()
     assert (owner.weights_version, other.weights_version) == ("2", "2")
     decode(world, owner, 1, "abcd", 3)
     assert (lookup(world, other, "abcd"), lookup(world, owner, "abcd")) == (3, 3)
-    check_integrity(world.pool, world.sessions())
 
 
-def test_refusals_change_nothing() -> None:
-    world = World()
+def test_refusals_change_nothing(world: World) -> None:
     session, closed = world.open(weights_version="1"), world.open()
     admit(world, session, 1)
     world.allocator.close_session(closed.session_id, 0.0)
-    before = world.snapshot()
-
-    def refused(session_id: str, version: str) -> KvpoolError:
-        with pytest.raises(KvpoolError) as caught:
+    for session_id, version, kind, words in (
+        (session.session_id, "v" * 257, InvalidArgumentError, "weights_version: longer than 256 bytes"),
+        (session.session_id, "ü" * 129, InvalidArgumentError, "weights_version"),
+        ("absent", "2", NotFoundError, None),
+        (closed.session_id, "2", AbortedError, None),
+    ):
+        with world.refuses(kind, match=words):
             world.allocator.execute(commands.SetWeightsVersion(session_id, version), 0.0)
-        assert world.snapshot() == before
         assert world.info().weights_versions == ["1"]
-        return caught.value
-
-    error = refused(session.session_id, "v" * 257)
-    assert (type(error), error.field, str(error)) == (
-        InvalidArgumentError, "weights_version", "weights_version: longer than 256 bytes",
-    )  # fmt: skip
-    assert refused(session.session_id, "ü" * 129).field == "weights_version"
-    assert type(refused("absent", "2")) is NotFoundError
-    assert type(refused(closed.session_id, "2")) is AbortedError
-    with pytest.raises(InvalidArgumentError, match="weights_version"):
+    with world.refuses(match="weights_version"):
         world.open(weights_version="v" * 257)
-    assert world.snapshot() == before
     world.allocator.set_weights_version(session, "v" * 256)
 
 
-def test_a_late_copy_of_a_call_has_no_effect() -> None:
-    world = World()
-    session = world.open()
+def test_a_late_copy_of_a_call_has_no_effect(world: World, session: Session) -> None:
 
     def set_version(version: str, key: str) -> bool:
         return world.allocator.execute(commands.SetWeightsVersion(session.session_id, version, key), 0.0)
 
     assert [set_version("1", "a"), set_version("1", "a"), set_version("2", "b")] == [True, False, True]
-    before = world.snapshot()
-    with pytest.raises(WrongStateError, match="later call") as caught:
+    with world.refuses(WrongStateError, field="set_key", reason="WEIGHTS_SET_LATER", match="later call"):
         set_version("1", "a")
-    assert (caught.value.reason, caught.value.field) == ("WEIGHTS_SET_LATER", "set_key")
-    assert (world.snapshot(), session.weights_version) == (before, "2")
+    assert session.weights_version == "2"
     assert world.allocator.set_weights_version(session, "3")  # by an operator, without a key
     assert not set_version("2", "b")
     assert session.weights_version == "3"
@@ -284,17 +211,10 @@ def test_a_late_copy_of_a_call_has_no_effect() -> None:
     assert session.weights_keys == [f"key {i}" for i in range(4, 20)]
 
 
-def test_a_key_that_is_used_again_compares_the_version() -> None:
-    world = World()
-
-    def opened(version: str) -> Session:
-        return world.allocator.open_session(
-            "m", "", 10.0, now_seconds=0.0, session_id=SessionId("a"), open_key="key", weights_version=version
-        )[1]
-
-    session = opened("1")
+def test_a_key_that_is_used_again_compares_the_version(world: World) -> None:
+    session = world.open(open_key="key", weights_version="1")
     world.allocator.set_weights_version(session, "2")
-    assert opened("1") is session
+    assert world.open(open_key="key", weights_version="1") is session
     assert session.weights_version == "2"
     with pytest.raises(InvalidArgumentError, match="other arguments"):
-        opened("2")
+        world.open(open_key="key", weights_version="2")

@@ -28,13 +28,6 @@ def cache(pool: BlockPool, *numbers: int) -> None:
         pool.record_stored(ids(*numbers), BlockStored(tuple(hashes), None, array("I", numbers), 1, None, GroupId(0)))
 
 
-def test_a_new_block_has_one_reference_and_is_not_free() -> None:
-    pool = pool_of(5)
-    assert pool.get_new_blocks(GroupId(0), 2) == [1, 2]
-    assert [pool.ref_cnt(block_id) for block_id in ids(1, 2, 3)] == [1, 1, 0]
-    assert (list(pool.free_list), pool.num_free_blocks, pool.usage) == ([3, 4], 2, 0.5)
-
-
 def test_a_free_block_keeps_its_hash_until_it_is_allocated() -> None:
     pool = pool_of(3)
     pool.get_new_blocks(GroupId(0), 2)
@@ -44,25 +37,6 @@ def test_a_free_block_keeps_its_hash_until_it_is_allocated() -> None:
     assert pool.get_new_blocks(GroupId(0), 1) == [2]
     assert (pool.prefix_map.block_hash(BlockId(2)), pool.num_evicted) == (None, 1)
     assert pool.prefix_map.block_hash(BlockId(1)) == b"1"
-
-
-def test_touch_removes_a_free_block_from_the_list_and_counts_a_held_one() -> None:
-    pool = pool_of(5)
-    pool.get_new_blocks(GroupId(0), 1)
-    assert pool.free_list.num_free_among(ids(1, 3, 4)) == 2
-    pool.touch(GroupId(0), ids(1, 3))
-    assert [pool.ref_cnt(block_id) for block_id in ids(1, 3)] == [2, 1]
-    assert list(pool.free_list) == [2, 4]
-
-
-def test_a_shared_block_is_free_after_its_last_reference() -> None:
-    pool = pool_of(3)
-    pool.get_new_blocks(GroupId(0), 1)
-    pool.touch(GroupId(0), ids(1))
-    pool.free_blocks(GroupId(0), ids(1))
-    assert list(pool.free_list) == [2]
-    pool.free_blocks(GroupId(0), ids(1))
-    assert sorted(pool.free_list) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,13 @@ class Driven:
         left = NUM_TOKENS - self.request.num_computed_tokens
         self.allocate(min(max(self.credit, 0) + 1, left), num_lookahead_tokens)
 
+    def check_all(self) -> None:
+        """Up to the last token, the credit is exact."""
+        while not self.is_done:
+            self.check_credit()
+            self.check_end()
+            self.advance()
+
     @property
     def is_done(self) -> bool:
         return self.request.num_computed_tokens >= NUM_TOKENS
@@ -149,10 +156,7 @@ def test_the_credit_is_exact(mix: str, *, enable_caching: bool, use_eagle: bool)
     for num_prompt_tokens in (3, 8):
         driven = Driven(MIXES[mix], enable_caching=enable_caching, use_eagle=use_eagle)
         driven.allocate(num_prompt_tokens)
-        while not driven.is_done:
-            driven.check_credit()
-            driven.check_end()
-            driven.advance()
+        driven.check_all()
 
 
 @pytest.mark.parametrize("enable_caching", [False, True])
@@ -187,10 +191,7 @@ def test_the_credit_is_exact_after_a_hit(mix: str) -> None:
     driven.pool.free(driven.request)
     assert driven.pool.admit(driven.request, 1, sequence=STEP)
     assert driven.request.num_computed_tokens > 1
-    while not driven.is_done:
-        driven.check_credit()
-        driven.check_end()
-        driven.advance()
+    driven.check_all()
 
 
 @pytest.mark.parametrize("mix", MIXES)

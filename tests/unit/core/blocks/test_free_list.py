@@ -22,21 +22,6 @@ def test_starts_with_all_but_the_null_block() -> None:
     assert [free.ref_cnt(BlockId(i)) for i in range(4)] == [0] * 4
 
 
-def test_takes_from_the_head_and_appends_at_the_tail_in_order() -> None:
-    free = FreeList(6)
-    assert free.take(2) == [1, 2]
-    free.append(free.drop(ids(2, 1)))
-    assert (list(free), len(free)) == ([3, 4, 5, 2, 1], 5)
-
-
-def test_prepends_keeping_the_order() -> None:
-    free = FreeList(6)
-    free.take(3)
-    free.prepend(free.drop(ids(3, 1)))
-    assert list(free) == [3, 1, 4, 5]
-    assert free.take(3) == [3, 1, 4]
-
-
 def test_free_blocks_can_be_held_at_any_position() -> None:
     free = FreeList(6)
     assert free.hold(ids(3, 1, 5)) == 3
@@ -55,23 +40,6 @@ def test_counts_tables_and_shared_blocks() -> None:
     assert free.drop(ids(2, 2, 1)) == [2, 1]
     free.append(ids(2, 1))
     assert (free.num_shared, list(free)) == (0, [5, 4, 2, 1])
-
-
-def test_survives_being_emptied() -> None:
-    free = FreeList(3)
-    assert free.take(2) == [1, 2]
-    assert list(free) == []
-    free.append(ids(2))
-    free.prepend(ids(1))
-    assert (list(free), free.take(2)) == ([1, 2], [1, 2])
-
-
-def test_taking_or_adding_nothing_changes_nothing() -> None:
-    free = FreeList(3)
-    free.append([])
-    free.prepend([])
-    assert free.take(0) == []
-    assert list(free) == [1, 2]
 
 
 def test_rule_2_a_block_that_is_hit_and_freed_again_is_last_and_occurs_once() -> None:

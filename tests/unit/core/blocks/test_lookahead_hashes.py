@@ -14,7 +14,7 @@ from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.steps.columns import Operation
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
-from support.core import BLOCK_SIZE, STEP, World, admit, block_hashes, config, request_of
+from support.core import BLOCK_SIZE, STEP, admit, block_hashes, config, opened, request_of
 
 AHEAD = HashScheme(num_lookahead_tokens=1)
 
@@ -82,8 +82,7 @@ def test_events_and_snapshots_have_the_tokens_that_hashes_look_ahead() -> None:
 
 
 def test_a_step_has_the_hashes_of_known_tokens() -> None:
-    world = World(hash_scheme=AHEAD)
-    session = world.open()
+    world, session = opened(hash_scheme=AHEAD)
     columns: dict[str, Any] = {"request_numbers": [1], "num_appended_tokens": [BLOCK_SIZE], "request_ids": ["r"]}
     with pytest.raises(InvalidArgumentError, match="block_hashes"):
         world.run(session, Operation.ADMIT, block_hashes=block_hashes("a", 1), **columns)
@@ -95,26 +94,11 @@ def test_a_step_has_the_hashes_of_known_tokens() -> None:
 
 
 def test_decodes_together_cache_blocks_when_their_hashes_come() -> None:
-    world = World(hash_scheme=AHEAD)
-    session = world.open()
-    world.run(
-        session,
-        Operation.ADMIT,
-        request_numbers=[1],
-        num_appended_tokens=[7],
-        block_hashes=block_hashes("a", 1),
-        request_ids=["r"],
-    )
+    world, session = opened(hash_scheme=AHEAD)
+    world.admit(session, 1, "a", 7)
     num_cached = []
     for i in range(2):
         joined = block_hashes("ab", 2)[32:] if i else b""
-        world.run(
-            session,
-            Operation.ALLOCATE,
-            request_numbers=[1],
-            num_appended_tokens=[1],
-            num_new_tokens=[1],
-            block_hashes=joined,
-        )
+        world.allocate(session, 1, 1, num_appended_tokens=[1], block_hashes=joined)
         num_cached.append(len(world.pool.blocks.prefix_map))
     assert num_cached == [1, 2]

@@ -14,9 +14,9 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.statistics import MissReason
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import BLOCK_SIZE, World, block_hashes, config
+from support.core import BLOCK_SIZE, World, block_hashes, config, opened
 from support.journal import Traffic, assert_alike
-from support.state import DrivenState
+from support.state import DrivenState, restored
 
 FULL, WINDOW, STATES = (
     FullAttentionSpec(4),
@@ -38,10 +38,7 @@ def misses(world: World) -> Misses:
 def new_misses(world: World, session: Session, content: str, number: int = 50, num_tokens: int = 0) -> Misses:
     """Misses of a look-up that is counted at once, and so changes nothing else. The request is freed."""
     before, num_tokens = misses(world), num_tokens or BLOCK_SIZE * len(content) + 1
-    world.run(
-        session, Operation.LOOKUP_COUNTED_AT_ONCE, request_numbers=[number], num_appended_tokens=[num_tokens],
-        block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE), request_ids=["l"],
-    )  # fmt: skip
+    world.declare(session, Operation.LOOKUP_COUNTED_AT_ONCE, number, content, num_tokens)
     world.free(session, number)
     return {key: count for key, count in misses(world).items() if count != before.get(key)}
 
@@ -52,24 +49,18 @@ def cached(world: World, session: Session, content: str, number: int = 1) -> Non
     world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[number])
 
 
-def test_a_prompt_that_was_never_cached_is_unseen() -> None:
-    world = World()
-    session = world.open()
+def test_a_prompt_that_was_never_cached_is_unseen(world: World, session: Session) -> None:
     assert new_misses(world, session, "abc") == {(0, MissReason.UNSEEN): (1, 12)}
 
 
-def test_a_hit_up_to_the_last_token_is_no_miss() -> None:
-    world = World()
-    session = world.open()
+def test_a_hit_up_to_the_last_token_is_no_miss(world: World, session: Session) -> None:
     cached(world, session, "abc")
     assert new_misses(world, session, "abc") == {}
     assert new_misses(world, session, "abc", num_tokens=12) == {}  # the last token is computed, so 8 tokens are all
     assert new_misses(world, session, "", num_tokens=3) == {}  # no whole block
 
 
-def test_the_part_after_the_hit_counts() -> None:
-    world = World()
-    session = world.open()
+def test_the_part_after_the_hit_counts(world: World, session: Session) -> None:
     cached(world, session, "abc")
     assert misses(world) == {(0, MissReason.UNSEEN): (1, 12)}
     assert new_misses(world, session, "abxyz") == {(0, MissReason.UNSEEN): (2, 24)}
@@ -77,8 +68,7 @@ def test_the_part_after_the_hit_counts() -> None:
 
 @pytest.mark.parametrize("specs", [(FULL,), (FULL, WINDOW)])
 def test_a_block_that_an_allocation_took_is_evicted(specs: Any) -> None:
-    world = World(20, specs=specs)
-    session = world.open()
+    world, session = opened(20, specs=specs)
     cached(world, session, "abc")
     world.admit(session, 2, "123456789"[: 18 // len(specs)], 4 * (18 // len(specs)))
     world.run(session, Operation.FREE, executed=session.sequence, request_numbers=[2])
@@ -87,26 +77,22 @@ def test_a_block_that_an_allocation_took_is_evicted(specs: Any) -> None:
     assert set(new_misses(world, session, "abc")) == {(0, MissReason.EVICTED)}
 
 
-def test_a_block_that_a_client_evicted_is_evicted() -> None:
-    world = World()
-    session = world.open()
+def test_a_block_that_a_client_evicted_is_evicted(world: World, session: Session) -> None:
     cached(world, session, "abc")
     world.run(session, Operation.EVICT, num_block_ids=[1], block_ids=[2])
     assert new_misses(world, session, "abc") == {(0, MissReason.EVICTED): (1, 8)}
 
 
-def test_a_copy_that_is_left_is_found() -> None:
-    world = World()
+def test_a_copy_that_is_left_is_found(world: World) -> None:
     one, two = world.open(), world.open()
     world.admit(one, 1, "abc", 13)
     world.admit(two, 1, "abc", 13)  # cannot see the pending blocks of the other, so it makes copies
     world.run(one, Operation.EVICT, executed=1, num_block_ids=[3], block_ids=[1, 2, 3])
-    world.allocator.mark_executed(world.pool, two, 1)
+    world.executed(two, 1)
     assert new_misses(world, one, "abc") == {}
 
 
-def test_a_block_that_was_never_executed_is_not_executed_then_unseen() -> None:
-    world = World()
+def test_a_block_that_was_never_executed_is_not_executed_then_unseen(world: World) -> None:
     session, other = world.open(), world.open()
     cached(world, session, "xyz")  # the session reports execution
     world.admit(session, 2, "abc", 13)
@@ -117,8 +103,7 @@ def test_a_block_that_was_never_executed_is_not_executed_then_unseen() -> None:
 
 @pytest.mark.parametrize("loses", ["reset", "epoch"])
 @pytest.mark.parametrize("scope", [(b"", ""), (b"n", "v2")])
-def test_a_block_from_before_a_reset_or_an_epoch_was_reset(loses: str, scope: tuple[bytes, str]) -> None:
-    world = World()
+def test_a_block_from_before_a_reset_or_an_epoch_was_reset(loses: str, scope: tuple[bytes, str], world: World) -> None:
     session = world.open(namespace=scope[0], weights_version=scope[1])
     cached(world, session, "abc")
     if loses == "reset":
@@ -130,16 +115,14 @@ def test_a_block_from_before_a_reset_or_an_epoch_was_reset(loses: str, scope: tu
     assert misses(world)[0, MissReason.UNSEEN] == (1, 12)  # counters continue
 
 
-def test_a_block_of_another_scope_is_in_another_scope() -> None:
-    world = World()
+def test_a_block_of_another_scope_is_in_another_scope(world: World) -> None:
     cached(world, world.open(namespace=b"one"), "abc")
     assert new_misses(world, world.open(), "abc") == {(0, MissReason.OTHER_SCOPE): (1, 12)}
     versioned = world.open(namespace=b"one", weights_version="v2")
     assert new_misses(world, versioned, "abc") == {(0, MissReason.OTHER_SCOPE): (2, 24)}
 
 
-def test_an_eviction_in_the_own_scope_comes_before_another_scope() -> None:
-    world = World()
+def test_an_eviction_in_the_own_scope_comes_before_another_scope(world: World) -> None:
     own = world.open()
     cached(world, own, "abc")
     cached(world, world.open(namespace=b"one"), "abc")
@@ -147,8 +130,7 @@ def test_an_eviction_in_the_own_scope_comes_before_another_scope() -> None:
     assert (0, MissReason.EVICTED) in new_misses(world, own, "abc")
 
 
-def test_a_scope_with_the_map_of_a_dropped_scope_does_not_inherit_its_evictions() -> None:
-    world = World()
+def test_a_scope_with_the_map_of_a_dropped_scope_does_not_inherit_its_evictions(world: World) -> None:
     first = world.open(namespace=b"one")
     cached(world, first, "abc")
     world.run(first, Operation.EVICT, num_block_ids=[3], block_ids=[1, 2, 3])
@@ -159,23 +141,20 @@ def test_a_scope_with_the_map_of_a_dropped_scope_does_not_inherit_its_evictions(
 
 
 def test_a_window_that_is_kept_sparsely_is_not_kept() -> None:
-    world = World(40, specs=(FULL, WINDOW), retention_tokens=0)
-    session = world.open()
+    world, session = opened(40, specs=(FULL, WINDOW), retention_tokens=0)
     cached(world, session, "abcdefgh")
     assert new_misses(world, session, "abcdXYZW") == {(1, MissReason.NOT_KEPT): (1, 32)}
 
 
 def test_a_prompt_shorter_than_the_largest_block_is_a_matter_of_alignment() -> None:
-    world = World(40, specs=(FULL, STATES))
-    session = world.open()
+    world, session = opened(40, specs=(FULL, STATES))
     assert new_misses(world, session, "abc") == {(1, MissReason.ALIGNMENT): (1, 12)}
     cached(world, session, "abcdefgh")
     assert new_misses(world, session, "abcdefghij") == {(1, MissReason.ALIGNMENT): (2, 20)}
 
 
 def test_the_group_that_shortened_the_hit_last_ended_it() -> None:
-    world = World(40, specs=(FULL, WINDOW))
-    session = world.open()
+    world, session = opened(40, specs=(FULL, WINDOW))
     cached(world, session, "abcd")
     prefix_map = world.pool.blocks.prefix_map
     windows = [b for b in range(40) if prefix_map.block_hash(b) and prefix_map.group_id(b) == 1]  # type: ignore[arg-type]
@@ -184,8 +163,7 @@ def test_the_group_that_shortened_the_hit_last_ended_it() -> None:
 
 
 def test_a_look_up_counts_once_when_its_request_gets_slots() -> None:
-    world = World(4)
-    session = world.open()
+    world, session = opened(4)
     world.admit(session, 1, "xy", 9)
     world.admit(session, 2, "ab", 9)
     for _ in range(3):  # refused: too few blocks
@@ -196,26 +174,23 @@ def test_a_look_up_counts_once_when_its_request_gets_slots() -> None:
     assert misses(world) == {(0, MissReason.UNSEEN): (2, 16)}
 
 
-def test_a_look_up_of_its_own_step_counts_with_the_allocation() -> None:
-    world = World()
-    session = world.open()
+def test_a_look_up_of_its_own_step_counts_with_the_allocation(world: World, session: Session) -> None:
     columns: dict[str, Any] = {"num_appended_tokens": [9], "block_hashes": block_hashes("ab", 2), "request_ids": ["r"]}
     world.run(session, Operation.LOOKUP, request_numbers=[1], **columns)
     world.run(session, Operation.LOOKUP, request_numbers=[1])
     assert misses(world) == {}
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[9])
+    world.allocate(session, 1, 9)
     assert misses(world) == {(0, MissReason.UNSEEN): (1, 8)}
     world.run(session, Operation.FREE, request_numbers=[1])
     world.run(session, Operation.LOOKUP_UNCOUNTED, request_numbers=[1], **columns)
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[9])
+    world.allocate(session, 1, 9)
     assert misses(world) == {(0, MissReason.UNSEEN): (1, 8)}
 
 
 def test_a_search_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_TRIES > 1
     monkeypatch.setattr("kvpool.core.blocks.prefix_search.MAX_TRIES", 1)
-    world = World(40, specs=(WINDOW,))
-    session = world.open()
+    world, session = opened(40, specs=(WINDOW,))
     assert new_misses(world, session, "abcd") == {(0, MissReason.SEARCH_LIMIT): (1, 16)}
 
 
@@ -223,8 +198,7 @@ def test_a_search_that_gives_up_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_misses_are_the_look_ups_that_found_less_than_they_could(seed: int) -> None:
     """Counted independently: by the longest hit that each admission could have."""
     rng = random.Random(seed)  # noqa: S311 - a workload
-    world = World(30)
-    session = world.open()
+    world, session = opened(30)
     expected_lookups = expected_tokens = 0
     for _ in range(200):
         content = "".join(rng.choice("ab") for _ in range(rng.randrange(1, 8)))
@@ -297,9 +271,7 @@ def test_a_restored_pool_explains_as_before(seed: int) -> None:
     (pool,) = state.pools
     assert any(counters.misses for counters in pool.blocks.group_counters)
     assert pool.blocks.num_evicted
-    made = DrivenState()
-    with state.snapshot() as snapshot:
-        made.restore(snapshot)
+    made = restored(state)
     assert_alike(state, made)
     (other,) = made.pools
     theirs, mine = (remembered(each) for each in (other, pool))

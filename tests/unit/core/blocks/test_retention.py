@@ -13,7 +13,7 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.specs.pool_config import ReuseOrder
 from kvpool.core.steps.columns import Operation
-from support.core import STEP, World, admit, config, request_of
+from support.core import STEP, admit, config, opened, request_of
 
 FULL = FullAttentionSpec(4)
 WINDOW = SlidingWindowSpec(4, sliding_window=9)
@@ -118,29 +118,6 @@ def prompt(pool: KVCacheManager, content: str, num_tokens: int) -> Request:
     return request
 
 
-def test_uncached_window_blocks_are_reused_first() -> None:
-    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
-    request = prompt(pool, "abcdef", 24)
-    table = list(request.tables[1].block_ids)
-    assert hashed(pool, request, 0) == [True] * 6
-    assert hashed(pool, request) == [False, False, False, True, True, False]
-    pool.free(request)
-    free = list(pool.blocks.free_list)
-    assert free[:4] == [table[5], *table[2::-1]]
-    assert free[-2:] == [table[4], table[3]]
-
-
-def test_blocks_behind_the_window_are_reused_in_the_same_order() -> None:
-    pool = KVCacheManager(config(40, specs=[FULL, WINDOW], retention_tokens=0))
-    request = prompt(pool, "abcdef", 24)
-    table = list(request.tables[1].block_ids)
-    new = pool.allocate_slots(request, 12, sequence=STEP)
-    assert new
-    assert request.tables[1].block_ids[:5] == [0, 0, 0, 0, table[4]]
-    assert new[0] == table[2::-1]
-    assert list(pool.blocks.free_list)[-1] == table[3]
-
-
 @pytest.mark.parametrize(
     ("num_tokens", "use_eagle", "cached"),
     [
@@ -188,19 +165,12 @@ def test_sparse_caching_does_not_change_the_lru_order() -> None:
 def test_the_second_of_three_requests_caches_the_end_of_a_shared_prefix() -> None:
     """The first request does not know the prefix. The second finds more of it in full attention. The third hits it."""
     pool = KVCacheManager(config(80, specs=[FULL, WINDOW], retention_tokens=0))
-    for content, num_hit_tokens, shared_prefix_boundary_tokens in (
-        ("abcdef1", 0, 0),
-        ("abcdef2", 0, 24),
-        ("abcdef3", 24, 0),
-    ):
+    for content, hit, boundary in (("abcdef1", 0, 0), ("abcdef2", 0, 24), ("abcdef3", 24, 0)):
         request = request_of(pool, f"{content}xyz", 40)
         request.num_prompt_tokens = 40
         computed = pool.get_computed_blocks(request)
-        assert (computed.num_tokens, computed.shared_prefix_boundary_tokens) == (
-            num_hit_tokens,
-            shared_prefix_boundary_tokens,
-        )
-        assert pool.allocate_slots(request, 40 - num_hit_tokens, 0, computed, sequence=STEP)
+        assert (computed.num_tokens, computed.shared_prefix_boundary_tokens) == (hit, boundary)
+        assert pool.allocate_slots(request, 40 - hit, 0, computed, sequence=STEP)
         pool.free(request)
 
 
@@ -212,14 +182,11 @@ def test_groups_with_the_same_spec_have_one_shared_prefix_boundary() -> None:
     request = prompt(pool, "abcdefgh", 30)
     pool.free(request)
     again = request_of(pool, "abcdefgh", 30)
-    found = pool.get_computed_blocks(again)
-    assert (found.num_tokens, found.shared_prefix_boundary_tokens) == (28, 0)
-    pool.blocks.evict_blocks(found.block_ids[1][-1:])
-    lost = pool.get_computed_blocks(again)
-    assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 28)
-    pool.blocks.evict_blocks(found.block_ids[2][-1:])
-    lost = pool.get_computed_blocks(again)
-    assert (lost.num_tokens, lost.shared_prefix_boundary_tokens) == (0, 0)
+    hit = pool.get_computed_blocks(again).block_ids
+    for lost, lengths in (([], (28, 0)), (hit[1][-1:], (0, 28)), (hit[2][-1:], (0, 0))):
+        pool.blocks.evict_blocks(lost)
+        found = pool.get_computed_blocks(again)
+        assert (found.num_tokens, found.shared_prefix_boundary_tokens) == lengths
 
 
 def test_a_refused_admission_records_no_shared_prefix_boundary() -> None:
@@ -252,37 +219,20 @@ def test_events_contain_runs_with_their_parents() -> None:
 
 
 def test_a_hit_of_an_earlier_step_keeps_the_boundary_of_its_look_up() -> None:
-    world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
-    session = world.open()
+    world, session = opened(80, specs=[FULL, WINDOW], retention_tokens=0)
     world.admit(session, 1, "abcdef1xyz", 40)
     world.free(session, 1)
-    world.run(
-        session,
-        Operation.LOOKUP,
-        request_numbers=[2],
-        num_appended_tokens=[40],
-        block_hashes=b"".join(request_of(world.pool, "abcdef2xyz", 40).hashes),
-        request_ids=["r2"],
-    )
-    world.run(session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[40])
+    world.declare(session, Operation.LOOKUP, 2, "abcdef2xyz", 40)
+    world.allocate(session, 2, 40)
     request = session.requests[next(iter(session.requests))]
     assert (request.num_prompt_tokens, request.shared_prefix_boundary_tokens) == (40, 24)
     assert hashed(world.pool, request) == [block in {4, 5, 7, 8} for block in range(10)]
 
 
 def test_generated_tokens_are_not_part_of_the_prompt() -> None:
-    world = World(80, specs=[FULL, WINDOW], retention_tokens=0)
-    session = world.open()
+    world, session = opened(80, specs=[FULL, WINDOW], retention_tokens=0)
     world.admit(session, 1, "abcdefghij", 38)
-    more = request_of(world.pool, "abcdefghij", 40).hashes[-1]
-    world.run(
-        session,
-        Operation.ALLOCATE,
-        request_numbers=[1],
-        num_appended_tokens=[2],
-        num_new_tokens=[2],
-        block_hashes=more,
-    )
+    world.decode(session, 1, "abcdefghij", 2)
     (request,) = session.requests.values()
     assert request.num_prompt_tokens == 38
     assert hashed(world.pool, request) == [block in {7, 8} for block in range(10)]

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import pytest
-
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.blocks.slot_allocator import SlotAllocator
@@ -47,24 +45,17 @@ def test_all_groups_get_blocks_or_none() -> None:
 
 def test_a_group_does_not_take_blocks_of_another_groups_hit() -> None:
     """Rule 2: blocks 1 to 4 hold the hit, and are next in the free list."""
-    pool = KVCacheManager(config(8, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
-    request = admit(pool, "ab", 8)
-    hit = tuple(list(ids) for ids in blocks_of(request))
-    admit(pool, "x", 4)
-    pool.free(request)
-    taker = request_of(pool, "ab", 13)
-    options = AllocationOptions(num_external_tokens=1)
-    new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
-    assert new is None  # lacks two blocks; one is free
-    assert list(pool.blocks.free_list) == [7, 2, 1, 4, 3]
-    with_one_more = KVCacheManager(config(9, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
-    request = admit(with_one_more, "ab", 8)
-    hit = tuple(list(ids) for ids in blocks_of(request))
-    admit(with_one_more, "x", 4)
-    with_one_more.free(request)
-    taker = request_of(with_one_more, "ab", 13)
-    new = with_one_more._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
-    assert (new, blocks_of(taker)) == (([7], [8]), [[1, 2, 7], [3, 4, 8]])
+    for num_blocks, answer, table in ((8, None, [[], []]), (9, ([7], [8]), [[1, 2, 7], [3, 4, 8]])):
+        pool = KVCacheManager(config(num_blocks, specs=[FULL, FULL], reuse_order=ReuseOrder.LRU))
+        request = admit(pool, "ab", 8)
+        hit = tuple(list(ids) for ids in blocks_of(request))
+        admit(pool, "x", 4)
+        pool.free(request)
+        taker, free = request_of(pool, "ab", 13), list(pool.blocks.free_list)
+        options = AllocationOptions(num_external_tokens=1)
+        new = pool._slot_allocator.allocate(taker, ComputedBlocks(hit, 8), 9, 12, 12, 0, options, STEP)
+        assert (new, blocks_of(taker)) == (answer, table)
+        assert new or list(pool.blocks.free_list) == free
 
 
 def test_external_tokens_get_blocks_first_in_all_groups() -> None:
@@ -80,18 +71,6 @@ def test_the_encoders_tokens_are_not_external() -> None:
     request = request_of(pool, "", 16)
     allocator.allocate(request, None, 8, 16, 16, 7, AllocationOptions(num_external_tokens=8), STEP)
     assert blocks_of(request) == [[3, 4], [1, 2, 5, 6]]
-
-
-@pytest.mark.parametrize(("num_spare", "fits"), [(0, True), (3, True), (4, False), (20, False)])
-def test_reserved_and_watermark_blocks_stay_free(num_spare: int, *, fits: bool) -> None:
-    pool, allocator = make(6, FULL)
-    for options in (
-        AllocationOptions(num_reserved_blocks=num_spare),
-        AllocationOptions(num_watermark_blocks=num_spare),
-    ):
-        request = request_of(pool, "", 8)
-        assert (allocator.allocate(request, None, 0, 8, 8, 0, options, STEP) is not None) is fits
-        pool.free(request)
 
 
 def test_fits_full_sequence_changes_nothing() -> None:

@@ -6,13 +6,11 @@ from typing import Any
 import pytest
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import StepNumber
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
 from kvpool.core.specs.pool_config import HashScheme
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import World, block_hashes, config, request_of
-from support.integrity import check_integrity
+from support.core import World, admit, block_hashes, config, opened, request_of
 
 FULL = FullAttentionSpec(4)
 STATES = MambaSpec(4, only_step_ends=True)
@@ -62,77 +60,42 @@ def test_a_step_that_ends_a_prompt_also_writes_the_state_where_the_prompt_is_res
     assert run(spec, ends, retention_tokens=retention_tokens) == tables
 
 
-@pytest.mark.parametrize(
-    ("ends", "tables"),
-    [
-        ([10], [[0, 0, 1, 2, 3]]),
-        ([10, 13], [[0, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4]]),
-        ([10, 18], [[0, 0, 1, 2, 3], [0, 0, 1, 0, 3, 2, 4]]),
-        ([10, 29], [[0, 0, 1, 2, 3], [0, 0, 1, 0, 0, 0, 0, 2, 3, 4]]),
-    ],
-)
-def test_blocks_for_drafts_move_to_the_end(ends: list[int], tables: list[list[int]]) -> None:
-    assert run(replace(STATES, num_speculative_blocks=2), ends) == tables
-
-
 @pytest.mark.parametrize(("launched", "outcome"), [(1, Outcome.NO_BLOCKS), (2, Outcome.OK), (0, Outcome.OK)])
 def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: int, outcome: Outcome) -> None:
     """Without reports each step counts as launched when the next one arrives."""
-    world = World(specs=[FULL, STATES], retention_tokens=None)
-    session = world.open()
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None)
     world.run(session, Operation.EVICT)
-    filled: Any = {"num_appended_tokens": [8], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
-    world.run(session, Operation.ADMIT, request_numbers=[1], **filled)
-    known: Any = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
-    found = world.run(session, Operation.LOOKUP, request_numbers=[2], launched_sequence=launched, **known)
+    world.admit(session, 1, "a", 8)
+    found = world.declare(session, Operation.LOOKUP, 2, "a", 12, launched_sequence=launched)
     assert found.num_hit_tokens == [8]
-    hit: Any = {"num_block_ids": found.num_prefix_blocks, "block_ids": found.block_ids}
     free_blocks = world.pool.blocks.num_free_blocks
-    result = world.run(
-        session, Operation.ALLOCATE, request_numbers=[2], num_new_tokens=[4], num_appended_tokens=[0], **hit
-    )
+    result = world.allocate(session, 2, 4, num_block_ids=found.num_prefix_blocks, block_ids=found.block_ids)
     assert result.outcomes == [outcome] * bool(outcome)
     assert (world.pool.blocks.num_free_blocks == free_blocks) is bool(outcome)
-    check_integrity(world.pool, world.sessions())
 
 
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state(*, shares: bool) -> None:
     """As in vLLM 0.32, which takes the state for one that this step fills. 0.33 does not."""
-    world = World(specs=[FULL, STATES], retention_tokens=None, shares_read_states=shares)
-    session = world.open()
-    known: Any = {"num_appended_tokens": [10], "block_hashes": block_hashes("a", 2), "request_ids": ["r1"]}
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[8], **known)
-    world.run(session, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[2], num_appended_tokens=[0])
-    known = {"num_appended_tokens": [12], "block_hashes": block_hashes("a", 3), "request_ids": ["r2"]}
-    admit: Any = {"request_numbers": [2], "launched_sequence": 1, **known}
-    assert world.run(session, Operation.ADMIT, **admit).outcomes == [Outcome.NO_BLOCKS] * (not shares)
-    if shares:
-        return
-    admit = {"request_numbers": [2], "launched_sequence": 2, "num_appended_tokens": [0]}
-    assert world.run(session, Operation.ADMIT, **admit).outcomes == []
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None, shares_read_states=shares)
+    world.declare(session, Operation.ALLOCATE, 1, "a", 10, num_new_tokens=[8])
+    world.allocate(session, 1, 2)
+    assert world.admit(session, 2, "a", 12, launched_sequence=1).outcomes == [Outcome.NO_BLOCKS] * (not shares)
+    if not shares:
+        assert world.run(session, Operation.ADMIT, request_numbers=[2], launched_sequence=2).outcomes == []
 
 
 def test_external_tokens_are_refused() -> None:
-    world = World(specs=[FULL, STATES])
-    session = world.open()
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError, match="states at the ends of steps") as caught:
-        world.run(
-            session, Operation.ALLOCATE, request_numbers=[1], request_ids=["r"], num_appended_tokens=[12],
-            num_new_tokens=[4], num_external_tokens=[4], block_hashes=block_hashes("a", 3),
-        )  # fmt: skip
-    assert caught.value.field == "num_external_tokens[0]"
-    assert world.snapshot() == before
+    world, session = opened(specs=[FULL, STATES])
+    with world.refuses(field="num_external_tokens[0]", match="states at the ends of steps"):
+        world.declare(session, Operation.ALLOCATE, 1, "a", 12, num_new_tokens=[4], num_external_tokens=[4])
 
 
 def test_a_hit_of_a_request_whose_session_the_pool_does_not_know_waits_for_published_states_only() -> None:
     pool = KVCacheManager(config(specs=[FULL, STATES], retention_tokens=None))
-    first = request_of(pool, "abcd", 12)
-    assert pool.admit(first, 12, sequence=StepNumber(1))
+    first = admit(pool, "abcd", 12)
     pool.blocks.prefix_map.pending.publish(first.session_number, StepNumber(1))
-    second = request_of(pool, "abcd", 14)
-    admission = pool.admit(second, 14, sequence=StepNumber(2))
+    admission = pool.admit(request_of(pool, "abcd", 14), 14, sequence=StepNumber(2))
     assert admission
     assert admission.computed.num_tokens == 12
 
@@ -159,17 +122,10 @@ def test_a_block_that_a_step_begins_within_and_passes_is_not_cached(
 def test_a_request_does_not_go_back_to_before_a_cached_state(cached: int) -> None:
     """The next step would overwrite it. A state within a block is one that a hit can end with."""
     partial: Any = {"prefix_match_unit": 4, "partial_hits": True}
-    world = World(specs=[FULL, replace(STATES, block_size=8)], **partial)
-    session = world.open()
-    known: Any = {"num_appended_tokens": [cached + 1], "block_hashes": block_hashes("ab", cached // 4)}
-    admit: Any = {"request_numbers": [1], "request_ids": ["r"], "num_new_tokens": [cached], **known}
-    world.run(session, Operation.ADMIT, **admit)
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError, match="before a cached state"):
-        world.run(
-            session, Operation.ALLOCATE, request_numbers=[1], num_rejected_tokens=[cached - 3], num_new_tokens=[1]
-        )
-    assert world.snapshot() == before
+    world, session = opened(specs=[FULL, replace(STATES, block_size=8)], **partial)
+    world.admit(session, 1, "ab", cached + 1, num_new_tokens=[cached])
+    with world.refuses(match="before a cached state"):
+        world.allocate(session, 1, 1, num_rejected_tokens=[cached - 3])
 
 
 def test_a_state_that_the_next_step_has_overwritten_is_not_cached_later() -> None:
@@ -187,14 +143,11 @@ def test_a_state_that_the_next_step_has_overwritten_is_not_cached_later() -> Non
 )
 def test_a_budget_cuts_an_admission_where_its_state_is_found(budget: int, most: int, taken: int) -> None:
     """A number of tokens that the scheduler states stays."""
-    world = World(specs=[FULL, STATES], retention_tokens=None)
-    session = world.open()
-    known: Any = {"num_appended_tokens": [13], "block_hashes": block_hashes("abc", 3), "request_ids": ["r"]}
-    admit: Any = {"request_numbers": [1], "num_new_tokens": [most], "admission_budget_tokens": budget, **known}
-    assert world.run(session, Operation.ADMIT, **admit).num_new_tokens == [taken]
-    del admit["num_new_tokens"]
-    plain = World(specs=[FULL])
-    assert plain.run(plain.open(), Operation.ADMIT, **admit).num_new_tokens == [min(budget, 13)]
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None)
+    admitted = world.admit(session, 1, "abc", 13, num_new_tokens=[most], admission_budget_tokens=budget)
+    assert admitted.num_new_tokens == [taken]
+    plain, session = opened(specs=[FULL])
+    assert plain.admit(session, 1, "abc", 13, admission_budget_tokens=budget).num_new_tokens == [min(budget, 13)]
 
 
 @pytest.mark.parametrize(
@@ -202,16 +155,8 @@ def test_a_budget_cuts_an_admission_where_its_state_is_found(budget: int, most: 
 )
 def test_hashes_that_a_request_does_not_have_yet_are_not_needed(options: dict[str, Any]) -> None:
     world = World(60, specs=[FullAttentionSpec(4), MambaSpec(4, only_step_ends=True)], **options)
-    session, num_hashes = world.open(), world.pool.config.num_hashes
-    hashes = block_hashes("abcdef", 6) if world.pool.config.enable_caching else b""
-    one: dict[str, Any] = {"request_numbers": [1], "num_new_tokens": [1]}
-    world.run(
-        session, Operation.ADMIT, num_appended_tokens=[5], **(one | {"num_new_tokens": [4]}),
-        block_hashes=hashes[: 32 * num_hashes(5)], request_ids=["r1"],
-    )  # fmt: skip
+    session, num_hashes = world.open(), world.pool.config.num_hashes(5)
+    hashes = block_hashes("abcdef", num_hashes) if world.pool.config.enable_caching else b""
+    world.admit(session, 1, "abcdef", 5, num_new_tokens=[4], block_hashes=hashes)
     for n in range(5, 20):
-        added = hashes[32 * num_hashes(n) : 32 * num_hashes(n + 1)]
-        world.run(
-            session, Operation.ALLOCATE, num_appended_tokens=[1], num_prompt_tokens=[n + 1], block_hashes=added, **one
-        )
-    check_integrity(world.pool, world.sessions())
+        world.decode(session, 1, "abcdef", num_prompt_tokens=[n + 1])

@@ -9,14 +9,12 @@ from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.core.sessions.session import MAX_STEP_SECONDS, Session
 from kvpool.core.specs.kinds import FullAttentionSpec
-from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
 from kvpool.server.journal.frames import FrameParser
 from kvpool.server.journal.snapshot import load_snapshot, snapshot_frames
-from support.core import World, block_hashes
-from support.integrity import check_integrity
+from support.core import World, block_hashes, opened
 from support.journal import assert_alike
-from support.state import DrivenState
+from support.state import DrivenState, restored
 
 FREE, PREEMPT = Operation.FREE, Operation.PREEMPT
 NO_BLOCKS = [Outcome.NO_BLOCKS]
@@ -30,20 +28,11 @@ def world() -> World:
 
 def leave(world: World, session: Session, number: int, *, launched: int, executed: int = 0) -> StepResult:
     """Frees a request while the steps after `executed` up to `launched` are in flight."""
-    result = world.run(session, FREE, request_numbers=[number], launched_sequence=launched, executed=executed)
-    check_integrity(world.pool, world.sessions())
-    return result
+    return world.run(session, FREE, request_numbers=[number], launched_sequence=launched, executed=executed)
 
 
 def admit(world: World, session: Session, number: int, content: str, num_blocks: int) -> StepResult:
-    result = world.admit(session, number, content, 4 * num_blocks - 3)
-    check_integrity(world.pool, world.sessions())
-    return result
-
-
-def executed(world: World, session: Session, sequence: int) -> None:
-    world.allocator.mark_executed(world.pool, session, sequence)
-    check_integrity(world.pool, world.sessions())
+    return world.admit(session, number, content, 4 * num_blocks - 3)
 
 
 @pytest.mark.parametrize("operation", [FREE, PREEMPT])
@@ -55,24 +44,22 @@ def test_rule_2_others_get_freed_blocks_after_the_last_launched_step(world: Worl
     assert set(admit(world, other, 1, "xy", 2).block_ids) == {7, 8}
     refused = admit(world, other, 2, "w", 1)
     assert (refused.outcomes, refused.free_blocks) == (NO_BLOCKS, 0)
-    executed(world, one, 1)
+    world.executed(one, 1)
     assert admit(world, other, 3, "w", 1).outcomes == NO_BLOCKS
-    executed(world, one, 2)
+    world.executed(one, 2)
     assert set(admit(world, other, 4, "wxyzt", 5).block_ids) <= {1, 2, 3, 4, 5}
 
 
-def test_rule_1_frees_wait_for_work_on_credit_which_has_no_number(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_rule_1_frees_wait_for_work_on_credit_which_has_no_number(world: World, one: Session, other: Session) -> None:
     admit(world, one, 1, "abcdefgh", 8)  # step 1, and a step on credit after it
     leave(world, one, 1, launched=2, executed=1)
     assert one.launched_sequence == 0, "step 2 itself is not launched"
     assert admit(world, other, 1, "v", 1).outcomes == NO_BLOCKS
-    executed(world, one, 2)
+    world.executed(one, 2)
     assert len(admit(world, other, 2, "stuvwxyz", 8).block_ids) == 8
 
 
-def test_rule_2_the_session_itself_gets_them_at_once(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_rule_2_the_session_itself_gets_them_at_once(world: World, one: Session, other: Session) -> None:
     admit(world, one, 1, "abcdefgh", 8)
     freed = leave(world, one, 1, launched=1)
     assert freed.free_blocks == 8
@@ -80,26 +67,23 @@ def test_rule_2_the_session_itself_gets_them_at_once(world: World) -> None:
     assert len(admit(world, one, 2, "stuvwxyz", 8).block_ids) == 8
 
 
-def test_rule_2_frees_wait_only_for_the_steps_launched_before_them(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_rule_2_frees_wait_only_for_the_steps_launched_before_them(world: World, one: Session, other: Session) -> None:
     admit(world, one, 1, "abcd", 4)  # step 1
     admit(world, one, 2, "vwxy", 4)  # step 2
     leave(world, one, 1, launched=1)
     leave(world, one, 2, launched=2)
-    executed(world, one, 1)
+    world.executed(one, 1)
     assert set(admit(world, other, 1, "mnop", 4).block_ids) == {1, 2, 3, 4}
     assert admit(world, other, 2, "t", 1).outcomes == NO_BLOCKS
 
 
-def test_rule_2_a_refused_allocation_changes_nothing(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_rule_2_a_refused_allocation_changes_nothing(world: World, one: Session, other: Session) -> None:
     admit(world, one, 1, "abcdefgh", 8)
     leave(world, one, 1, launched=1)
-    world.run(other, Operation.APPEND, request_numbers=[1], num_appended_tokens=[5], request_ids=["r1"],
-              block_hashes=block_hashes("x", 1))  # fmt: skip
+    world.declare(other, Operation.APPEND, 1, "x", 5)
     before = world.pool.blocks.snapshot(), world.snapshot()
     world.pool.blocks.end_snapshot()
-    result = world.run(other, Operation.ALLOCATE, request_numbers=[1], num_new_tokens=[5])
+    result = world.allocate(other, 1, 5)
     assert result.outcomes == NO_BLOCKS
     after = world.snapshot()
     assert before[1][:3] == after[:3]  # type: ignore[index]  # free list, counts, hashes
@@ -107,50 +91,35 @@ def test_rule_2_a_refused_allocation_changes_nothing(world: World) -> None:
     assert held[0] == held[1] != []
 
 
-def test_rule_2_a_refused_step_holds_nothing_back(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_rule_2_a_refused_step_holds_nothing_back(world: World, one: Session, other: Session) -> None:
     admit(world, one, 1, "abcdefgh", 8)
     with pytest.raises(InvalidArgumentError):
         leave(world, one, 1, launched=3)
     with pytest.raises(KvpoolError):
         leave(world, one, 7, launched=1)
-    check_integrity(world.pool, world.sessions())
     leave(world, one, 1, launched=1, executed=1)
     assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
 
 
-def test_rule_1_without_launched_steps_blocks_are_free_at_once(world: World) -> None:
-    one, other = world.open(), world.open()
-    admit(world, one, 1, "abcdefgh", 8)
-    leave(world, one, 1, launched=0)
-    assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
+@pytest.mark.parametrize("hits_first", [False, True])
+def test_rule_3_a_block_that_another_session_hit_and_freed_waits(
+    world: World, one: Session, other: Session, *, hits_first: bool
+) -> None:
+    def hit() -> None:
+        assert admit(world, other, 1, "abcdef", 6).num_hit_tokens == [20]
 
-
-def test_rule_3_a_block_that_another_session_hit_and_freed_waits(world: World) -> None:
-    one, other, third = world.open(), world.open(), world.open()
+    third = world.open()
     admit(world, one, 1, "abcdef", 6)  # step 1
-    executed(world, one, 1)
-    world.run(one)  # step 2 reads the blocks
-    leave(world, one, 1, launched=2)
-    assert admit(world, other, 1, "abcdef", 6).num_hit_tokens == [20]
-    world.free(other, 1)
-    check_integrity(world.pool, world.sessions())
-    assert admit(world, third, 1, "mnp", 3).outcomes == NO_BLOCKS
-    executed(world, one, 2)
-    assert len(admit(world, third, 2, "stuvwxyz", 8).block_ids) == 8
-
-
-def test_rule_3_a_block_that_another_session_holds_waits_when_that_frees_it(world: World) -> None:
-    one, other, third = world.open(), world.open(), world.open()
-    admit(world, one, 1, "abcdef", 6)
-    executed(world, one, 1)
-    assert admit(world, other, 1, "abcdef", 6).num_hit_tokens == [20]
+    world.executed(one, 1)
+    if hits_first:
+        hit()
     world.run(one)  # step 2 reads the blocks
     leave(world, one, 1, launched=2, executed=1)
+    if not hits_first:
+        hit()
     world.free(other, 1)
-    check_integrity(world.pool, world.sessions())
     assert admit(world, third, 1, "mnp", 3).outcomes == NO_BLOCKS
-    executed(world, one, 2)
+    world.executed(one, 2)
     assert len(admit(world, third, 2, "stuvwxyz", 8).block_ids) == 8
 
 
@@ -162,47 +131,40 @@ def test_rule_3_a_session_alone_gets_the_blocks_of_one_without_steps_in_flight(l
         session = world.open()
         for number in range(1, 30):
             content = "abcdefghijklmnop"[number % 3 : number % 3 + 4] if number % 2 else f"{number:04}"
-            result = world.run(
-                session, Operation.ADMIT, request_numbers=[number], num_appended_tokens=[14], request_ids=[f"{number}"],
-                block_hashes=block_hashes(content, 3), launched_sequence=session.sequence,
-                executed=max(session.sequence - behind, 0),
-            )  # fmt: skip
+            launched, done = session.sequence, max(session.sequence - behind, 0)
+            result = world.admit(session, number, content, 14, launched_sequence=launched, executed=done)
             given.append((list(result.block_ids), list(result.outcomes), result.free_blocks))
             if number > 2:
-                leave(world, session, number - 2, launched=session.sequence, executed=max(session.sequence - behind, 0))
+                leave(world, session, number - 2, launched=launched + 1, executed=max(session.sequence - behind, 0))
         found.append(given)
     assert found[0] == found[1]
 
 
-def test_rule_4_a_closed_session_holds_nothing_back(world: World) -> None:
-    one, other = world.open(), world.open()
+@pytest.mark.parametrize(("launched", "closes"), [(0, False), (1, True)])
+def test_rules_1_and_4_without_launched_steps_or_after_a_close_blocks_are_free_at_once(
+    world: World, one: Session, other: Session, launched: int, *, closes: bool
+) -> None:
     admit(world, one, 1, "abcdefgh", 8)
-    leave(world, one, 1, launched=1)
-    world.allocator.close_session(one.session_id, 0.0)
-    check_integrity(world.pool, world.sessions())
+    leave(world, one, 1, launched=launched)
+    if closes:
+        world.allocator.close_session(one.session_id, 0.0)
     assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
 
 
-def test_rule_4_the_quarantine_takes_freed_blocks_over(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_rule_4_the_quarantine_takes_freed_blocks_over(world: World, one: Session, other: Session) -> None:
     admit(world, one, 1, "abcdef", 6)
-    executed(world, one, 1)
+    world.executed(one, 1)
     admit(world, one, 2, "abcdef", 6)
     admit(world, other, 1, "abcd", 4)  # holds three of them, and one of its own
     leave(world, one, 1, launched=2)
     leave(world, one, 2, launched=2)
     world.allocator.evict_session("m", one.session_number, 0.0, quarantine_seconds=5.0)
-    check_integrity(world.pool, world.sessions())
     info = world.info()
     assert (info.quarantined_sessions, info.quarantined_blocks, info.free_blocks) == (1, 7, 0)
-    with world.allocator.snapshot() as snapshot:
-        made = State()
-        made.restore(snapshot)
-    assert_alike(world.allocator, made)
+    assert_alike(world.allocator, restored(world.allocator))
     world.free(other, 1)
     assert admit(world, other, 2, "st", 2).outcomes == NO_BLOCKS
     world.allocator.end_quarantine("m", [one.session_number])
-    check_integrity(world.pool, world.sessions())
     assert len(admit(world, other, 3, "stuvwxyz", 8).block_ids) == 8
 
 
@@ -216,47 +178,40 @@ def test_rule_4_a_session_that_reports_no_step_as_executed_ends(world: World) ->
     assert one.expires_seconds == MAX_STEP_SECONDS
     world.allocator.touch_session(one.session_id, 300.0)  # a call is no report
     assert not world.allocator.expire(300.0)
-    executed(world, one, 1)  # a report of an earlier step begins the time again
+    world.executed(one, 1)  # a report of an earlier step begins the time again
     assert one.expires_seconds == 300.0 + MAX_STEP_SECONDS
-    with world.allocator.snapshot() as snapshot:
-        made = State()
-        made.restore(snapshot)
-    assert_alike(world.allocator, made)
+    assert_alike(world.allocator, restored(world.allocator))
     world.allocator.renew_leases(400.0)
     world.allocator.attach_stream(one)
     assert not world.allocator.expire(999.0)
     assert [each for _, each, _ in world.allocator.expire(1000.0, quarantine_seconds=5.0)] == [one]
-    check_integrity(world.pool, [other])
     assert world.pool.quarantine.num_blocks == 6
     world.allocator.end_due_quarantines(1005.0)
     assert len(admit(world, other, 1, "stuvwxyz", 8).block_ids) == 8
 
 
-def test_rule_4_a_session_that_reports_its_steps_lives(world: World) -> None:
-    one = world.open()
+def test_rule_4_a_session_that_reports_its_steps_lives(world: World, one: Session) -> None:
     world.allocator.attach_stream(one)
     admit(world, one, 1, "abcde", 5)
     leave(world, one, 1, launched=1)
-    executed(world, one, 1)
+    world.executed(one, 1)
     assert one.expires_seconds == inf
     assert not world.allocator.expire(1e6)
 
 
-def test_rule_4_a_session_without_requests_is_quarantined_for_what_it_freed(world: World) -> None:
-    one = world.open()
+def test_rule_4_a_session_without_requests_is_quarantined_for_what_it_freed(world: World, one: Session) -> None:
     admit(world, one, 1, "abc", 3)
     leave(world, one, 1, launched=1)
     world.allocator.evict_session("m", one.session_number, 0.0, quarantine_seconds=5.0)
     assert world.pool.quarantine.num_blocks == 3
 
 
-def test_rule_5_a_freed_block_is_hit_by_others_after_its_step(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_rule_5_a_freed_block_is_hit_by_others_after_its_step(world: World, one: Session, other: Session) -> None:
     admit(world, one, 1, "abc", 3)
     world.run(one, launched_sequence=1)  # a second step in flight
     leave(world, one, 1, launched=2)
     assert not world.admit(other, 1, "abc", 9).num_hit_tokens
-    executed(world, one, 1)
+    world.executed(one, 1)
     assert world.admit(other, 2, "abc", 9).num_hit_tokens == [8]
 
 
@@ -279,7 +234,7 @@ def test_quotas_hold_while_steps_are_never_reported_as_executed() -> None:
     leave(world, covered, 1, launched=1)
     assert len(admit(world, covered, 2, "y", 50).block_ids) == 50, "it can take what waits for its own steps"
     for session in (bounded, unbounded):
-        executed(world, session, session.sequence)
+        world.executed(session, session.sequence)
     leave(world, covered, 2, launched=1, executed=1)
     assert world.pool.quotas.num_left == 99 - 50
 
@@ -311,7 +266,7 @@ def test_a_hit_that_waits_for_others_is_not_taken_from_the_own_blocks_that_wait(
     one, other = world.open(quota=Quota(min_blocks=3)), world.open()
     admit(world, one, 1, "abcd", 4)
     leave(world, one, 1, launched=1)
-    executed(world, one, 1)  # found by others
+    world.executed(one, 1)  # found by others
     admit(world, one, 2, "abcd", 4)
     leave(world, one, 2, launched=2)
     admit(world, other, 1, "vwxyz", 5)
@@ -321,22 +276,19 @@ def test_a_hit_that_waits_for_others_is_not_taken_from_the_own_blocks_that_wait(
     assert not admit(world, other, 4, "mnop", 4).outcomes
 
 
-def test_a_minimum_is_not_guaranteed_from_blocks_that_wait(world: World) -> None:
-    one = world.open()
+def test_a_minimum_is_not_guaranteed_from_blocks_that_wait(world: World, one: Session) -> None:
     admit(world, one, 1, "abcde", 5)
     leave(world, one, 1, launched=1)
-    before = world.snapshot()
-    with pytest.raises(ExhaustedError, match="at most 3"):
+    with world.refuses(ExhaustedError, match="at most 3"):
         world.open(quota=Quota(4))
-    assert world.snapshot() == before
-    executed(world, one, 1)
+    world.executed(one, 1)
     world.open(quota=Quota(4))
 
 
 def test_a_kept_block_counts_for_the_session_whose_step_may_use_it(world: World) -> None:
     one, other = world.open(quota=Quota(min_blocks=3)), world.open(quota=Quota(min_blocks=2))
     admit(world, one, 1, "abcd", 4)
-    executed(world, one, 1)
+    world.executed(one, 1)
     assert admit(world, other, 1, "abcd", 4).num_hit_tokens == [12]
     world.run(one)
     leave(world, one, 1, launched=2, executed=1)
@@ -344,29 +296,25 @@ def test_a_kept_block_counts_for_the_session_whose_step_may_use_it(world: World)
     assert one.holding is not None
     assert one.holding.num_lacking == 0
     world.free(other, 1)
-    check_integrity(world.pool, world.sessions())
-    executed(world, one, 2)
+    world.executed(one, 2)
     assert world.pool.blocks.num_free_blocks == 8
     assert world.pool.quotas.num_left == 3
 
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_rule_4_blocks_of_a_session_that_vanished_count_under_their_groups(*, caches: bool) -> None:
-    world = World(specs=[FullAttentionSpec(4), FullAttentionSpec(4)], enable_caching=caches)
-    session = world.open()
+    world, session = opened(specs=[FullAttentionSpec(4), FullAttentionSpec(4)], enable_caching=caches)
     admit(world, session, 1, "abc", 3)
     used = [counters.used_blocks for counters in world.pool.blocks.group_counters]
     assert used == [3, 3]
     leave(world, session, 1, launched=1)
     world.allocator.evict_session("m", session.session_number, 0.0, quarantine_seconds=9.0)
-    check_integrity(world.pool, ())
     assert [counters.used_blocks for counters in world.pool.blocks.group_counters] == used
     world.allocator.end_quarantine("m", [session.session_number])
     assert [counters.used_blocks for counters in world.pool.blocks.group_counters] == [0, 0]
 
 
-def test_chunks_that_others_pass_are_parked_until_they_are_released(world: World) -> None:
-    one, other = world.open(), world.open()
+def test_chunks_that_others_pass_are_parked_until_they_are_released(world: World, one: Session, other: Session) -> None:
     for number, content in enumerate("abc", 1):
         admit(world, one, number, content, 1)
     for number in (1, 2, 3):
@@ -381,7 +329,7 @@ def test_chunks_that_others_pass_are_parked_until_they_are_released(world: World
     load_snapshot(restored, iter(list(frames)))
     assert_alike(world.allocator, restored)
     assert admit(world, one, 4, "stuv", 4).block_ids == [3, 2, 1, 5], "its holder takes its own first"
-    executed(world, one, 6)
+    world.executed(one, 6)
     assert not free_list.num_held
     assert len(admit(world, other, 2, "yz", 2).block_ids) == 2
 
@@ -393,9 +341,9 @@ def test_released_chunks_return_to_the_front_in_the_order_in_which_they_were_fre
     for number in (1, 2, 3):
         leave(world, one, number, launched=3 + number)
     admit(world, other, 1, "v", 1)
-    executed(world, one, 5)
+    world.executed(one, 5)
     assert list(world.pool.blocks.free_list)[:3] == [3, 1, 2], "3 is still parked"
-    executed(world, one, 6)
+    world.executed(one, 6)
     assert list(world.pool.blocks.free_list)[:3] == [3, 1, 2]
 
 
@@ -404,21 +352,20 @@ def test_blocks_that_wait_stay_covered_before_those_that_others_share(world: Wor
     one, other, third = world.open(quota=Quota(2)), world.open(quota=Quota(2)), world.open()
     world.admit(one, 1, "xy", 8)
     world.admit(one, 2, "zq", 4)
-    executed(world, one, 2)
+    world.executed(one, 2)
     assert world.admit(third, 1, "zpqr", 16).num_hit_tokens == [4]
     leave(world, one, 1, launched=3 if in_flight else 2, executed=2)
     assert not world.admit(other, 1, "mn", 8).outcomes, "within its minimum"
-    executed(world, one, 3)
+    world.executed(one, 3)
 
 
-def test_a_session_that_takes_back_all_that_waits_does_not_end(world: World) -> None:
-    one = world.open()
+def test_a_session_that_takes_back_all_that_waits_does_not_end(world: World, one: Session) -> None:
     world.open(lease_seconds=3600.0)
     world.allocator.attach_stream(one)
     admit(world, one, 1, "abcdefgh", 8)
     leave(world, one, 1, launched=1)
     admit(world, one, 2, "stuvwxyz", 8)
-    executed(world, one, 3)
+    world.executed(one, 3)
     assert not world.allocator.expire(MAX_STEP_SECONDS)
 
 
@@ -439,9 +386,8 @@ def test_blocks_that_replace_waiting_ones_are_covered_before_shared_ones(world: 
     one, other, third = world.open(quota=Quota(2)), world.open(quota=Quota(2)), world.open()
     world.admit(one, 1, "xy", 8)
     world.admit(one, 2, "zq", 4)
-    executed(world, one, 2)
+    world.executed(one, 2)
     assert world.admit(third, 1, "zp", 8).num_hit_tokens == [4]
     leave(world, one, 1, launched=3, executed=2)
     world.admit(one, 3, "uvst", 16)  # two of them have waited
-    check_integrity(world.pool, world.sessions())
     assert not world.admit(other, 1, "mn", 8).outcomes, "within its minimum"

@@ -3,9 +3,9 @@
 import pytest
 
 from kvpool.core.execution import apply
-from kvpool.core.specs.pool_config import ReuseOrder
+from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Outcome
-from support.core import World, block_hashes
+from support.core import World, opened
 
 LOOKUP, ADMIT, ALLOCATE = Operation.LOOKUP, Operation.ADMIT, Operation.ALLOCATE
 
@@ -20,67 +20,20 @@ def test_after_the_first_refusal_no_operation_takes_blocks_but_frees_continue() 
     assert result.free_blocks == 2
 
 
-def test_admissions_share_the_steps_budget_in_order() -> None:
-    world = World()
-    session = world.open()
-    result = world.run(
-        session, ADMIT, ADMIT, ADMIT, request_numbers=[1, 2, 3], num_appended_tokens=[7, 7, 7],
-        block_hashes=block_hashes("a", 1) + block_hashes("b", 1) + block_hashes("c", 1),
-        request_ids=["x", "y", "z"], admission_budget_tokens=10,
-    )  # fmt: skip
+def test_admissions_share_the_steps_budget_in_order(world: World, session: Session) -> None:
+    result = world.declare_all(session, [ADMIT] * 3, "abc", 7, admission_budget_tokens=10)
     assert result.num_new_tokens == [7, 3, 0]
     assert result.outcomes == [Outcome.OK, Outcome.OK, Outcome.SKIPPED]
 
 
-def test_a_hit_is_not_charged_to_the_budget() -> None:
-    world = World()
-    session = world.open()
+def test_a_hit_is_not_charged_to_the_budget(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
-    result = world.run(
-        session, ADMIT, request_numbers=[2], num_appended_tokens=[13],
-        block_hashes=block_hashes("abc", 3), request_ids=["x"], admission_budget_tokens=1,
-    )  # fmt: skip
+    result = world.admit(session, 2, "abc", 13, admission_budget_tokens=1)
     assert (result.num_hit_tokens, result.num_new_tokens) == ([12], [1])
     assert result.block_ids == [1, 2, 3, 5]
 
 
-def test_delayed_blocks_are_cached_by_the_cache_operation() -> None:
-    world = World()
-    session = world.open()
-    world.run(
-        session, ADMIT, request_numbers=[1], num_appended_tokens=[13],
-        block_hashes=block_hashes("abc", 3), request_ids=["x"], delay_cache_blocks=[True],
-    )  # fmt: skip
-    assert world.admit(session, 2, "abc", 13).num_hit_tokens == []
-    world.free(session, 2)
-    world.run(session, Operation.EVICT, num_block_ids=[3], block_ids=[5, 6, 7])
-    world.run(session, Operation.CACHE, request_numbers=[1], num_new_tokens=[8])
-    assert world.admit(session, 3, "abc", 13).num_hit_tokens == [8]
-
-
-def test_slots_of_rejected_tokens_are_reused() -> None:
-    world = World()
-    session = world.open()
-    world.admit(session, 1, "a", 6)
-    world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[5])
-    result = world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[3], num_rejected_tokens=[4])
-    assert result.block_ids == []
-    assert session.requests[next(iter(session.requests))].num_computed_tokens == 10
-
-
-def test_reset_is_refused_while_blocks_are_in_use() -> None:
-    world = World()
-    session = world.open()
-    world.admit(session, 1, "abc", 13)
-    assert world.run(session, Operation.RESET).outcomes == [Outcome.IN_USE]
-    world.free(session, 1)
-    assert world.run(session, Operation.RESET).outcomes == []
-    assert len(world.pool.blocks.prefix_map) == 0
-
-
-def test_common_prefix_counts_the_sessions_own_requests_only() -> None:
-    world = World()
-    one, other = world.open(), world.open()
+def test_common_prefix_counts_the_sessions_own_requests_only(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.run(one, executed=1)
     world.admit(other, 1, "abc", 13)
@@ -94,28 +47,11 @@ def test_a_common_prefix_is_cut_where_its_comparison_would_exceed_the_work_of_a_
 ) -> None:
     monkeypatch.setattr(apply, "MAX_STEP_WORK", 4)
     monkeypatch.setattr(apply, "BLOCKS_COMPARED_PER_HASH", 1)
-    world = World()
-    session = world.open()
+    world, session = opened()
     for number in (1, 2):
         world.admit(session, number, "abc", 13)
     result = world.run(session, *[Operation.COMMON_PREFIX] * 2, request_numbers=[1, 2])
     assert (result.num_prefix_blocks, result.outcomes) == ([2, 0], [0, Outcome.SKIPPED])
-
-
-def test_uncached_blocks_are_reused_before_cached_blocks() -> None:
-    world = World(num_blocks=6)
-    session = world.open()
-    world.admit(session, 1, "ab", 10)
-    world.free(session, 1)
-    assert list(world.pool.blocks.free_list) == [3, 4, 5, 2, 1]
-
-
-def test_lru_puts_all_freed_blocks_last() -> None:
-    world = World(num_blocks=6, reuse_order=ReuseOrder.LRU)
-    session = world.open()
-    world.admit(session, 1, "ab", 10)
-    world.free(session, 1)
-    assert list(world.pool.blocks.free_list) == [4, 5, 3, 2, 1]
 
 
 def test_a_hit_evicted_before_allocation_is_reported_as_changed() -> None:
@@ -124,44 +60,20 @@ def test_a_hit_evicted_before_allocation_is_reported_as_changed() -> None:
     world.admit(one, 1, "abc", 12)
     world.run(one, executed=1)
     world.free(one, 1)
-    looked = world.run(
-        other, LOOKUP, request_numbers=[1], num_appended_tokens=[13],
-        block_hashes=block_hashes("abc", 3), request_ids=["x"],
-    )  # fmt: skip
+    looked = world.declare(other, LOOKUP, 1, "abc", 13)
     assert looked.block_ids == [1, 2, 3]
     world.admit(one, 2, "xyz", 12)  # takes two free blocks and evicts the last block of the hit
     before = list(world.pool.blocks.free_list)
-    changed = world.run(
-        other, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_block_ids=[3], block_ids=[1, 2, 3]
-    )
+    changed = world.allocate(other, 1, 1, hit=[[1, 2, 3]])
     assert (changed.outcomes, changed.num_hit_tokens, changed.block_ids) == ([Outcome.HIT_CHANGED], [8], [1, 2])
     assert list(world.pool.blocks.free_list) == before
     assert not other.by_number[next(iter(other.by_number))].holds_blocks
 
 
-def test_a_block_of_a_hit_with_other_contents_now_is_never_used() -> None:
-    world = World(num_blocks=5)
-    one, other = world.open(), world.open()
-    world.admit(one, 1, "a", 4)
-    world.free(one, 1)
-    world.run(one, executed=2)
-    world.run(
-        other, LOOKUP, request_numbers=[1], num_appended_tokens=[5],
-        block_hashes=block_hashes("a", 1), request_ids=["x"],
-    )  # fmt: skip
-    world.admit(one, 2, "wxyz", 16)
-    world.run(one, executed=4)
-    assert world.pool.blocks.prefix_map.block_hash(next(iter(one.by_number.values())).tables[0].block_ids[-1])
-    changed = world.run(other, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_block_ids=[1], block_ids=[1])
-    assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])
-
-
-def test_blocks_are_private_to_their_session_until_their_step_is_executed() -> None:
-    world = World()
+def test_blocks_are_private_to_their_session_until_their_step_is_executed(world: World) -> None:
     one, other = world.open(), world.open()
     world.admit(one, 1, "abc", 13)  # change 1
-    world.run(one, ALLOCATE, request_numbers=[1], num_new_tokens=[3], num_appended_tokens=[3],
-              block_hashes=block_hashes("abcd", 4)[-32:])  # change 2  # fmt: skip
+    world.decode(one, 1, "abcd", 3)  # change 2
     assert world.admit(one, 2, "abcd", 17).num_hit_tokens == [16]
     assert world.admit(other, 1, "abcd", 17).num_hit_tokens == []
     world.run(one, executed=1)
@@ -174,39 +86,10 @@ def test_blocks_are_private_to_their_session_until_their_step_is_executed() -> N
     assert world.admit(third, 2, "abcd", 17).num_hit_tokens == [16]
 
 
-def test_ending_a_session_hides_its_unexecuted_blocks() -> None:
-    world = World()
-    one, other = world.open(), world.open()
+def test_ending_a_session_hides_its_unexecuted_blocks(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.admit(one, 2, "xyz", 13, executed=1)
     world.allocator.close_session(one.session_id, 0.0)
     assert len(world.pool.blocks.prefix_map) == 3
     assert world.admit(other, 1, "abc", 13).num_hit_tokens == [12]
     assert world.admit(other, 2, "xyz", 13).num_hit_tokens == []
-
-
-def test_reported_execution_does_not_publish_the_new_contents_of_an_evicted_block() -> None:
-    world = World()
-    one, other = world.open(), world.open()
-    world.admit(one, 1, "a", 4)  # block 1, change 1
-    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
-    world.free(one, 1)
-    world.admit(one, 2, "b", 4)  # block 1 again, change 4
-    world.run(one, executed=3)
-    assert world.admit(other, 1, "b", 5).num_hit_tokens == []
-
-
-def test_a_block_of_a_hit_refilled_by_another_session_is_private_until_executed() -> None:
-    world = World(num_blocks=3)
-    one, other = world.open(), world.open()
-    world.admit(one, 1, "a", 4)  # block 1
-    world.run(one, executed=1)
-    world.run(
-        other, LOOKUP, request_numbers=[1], num_appended_tokens=[5],
-        block_hashes=block_hashes("a", 1), request_ids=["x"],
-    )  # fmt: skip
-    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
-    world.free(one, 1)
-    world.admit(one, 2, "a", 4)  # block 1 again, with the same contents, not yet executed
-    changed = world.run(other, ALLOCATE, request_numbers=[1], num_new_tokens=[1], num_block_ids=[1], block_ids=[1])
-    assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])

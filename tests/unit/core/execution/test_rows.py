@@ -6,8 +6,8 @@ from kvpool.core.errors import InvalidArgumentError, NotFoundError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import MAX_OPERATIONS, Operation, Outcome, Step
-from support.core import World, block_hashes
-from support.integrity import check_integrity
+from support.core import World, block_hashes, opened
+from support.refusals import refused
 
 ADMIT, ALLOCATE, CACHE, FREE = Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE, Operation.FREE
 PREEMPT, APPEND, EVICT = Operation.PREEMPT, Operation.APPEND, Operation.EVICT
@@ -17,97 +17,53 @@ def computed_tokens(session: Session, number: int) -> int:
     return session.by_number[RequestNumber(number)].num_computed_tokens
 
 
-def test_a_step_may_be_as_long_as_documented() -> None:
-    world = World()
-    session = world.open()
+def test_a_step_may_be_as_long_as_documented(world: World, session: Session) -> None:
     assert world.apply(session, Step(1, operations=[Operation.RESET] * MAX_OPERATIONS)).sequence == 1
-
-
-def test_one_step_can_hold_an_operation_of_every_kind() -> None:
-    world = World(num_blocks=40)
-    session = world.open()
-    for number in range(1, 6):
-        world.admit(session, number, "abc", 9)
-    operations = list(Operation)
-    running = (ALLOCATE, CACHE, FREE, PREEMPT, Operation.COMMON_PREFIX)
-    numbers = [0 if op in (EVICT, Operation.RESET) else 10 + op for op in operations]
-    for number, operation in enumerate(running, 1):
-        numbers[operations.index(operation)] = number
-    declares = [number > 9 for number in numbers]
-    result = world.run(
-        session, *operations, request_numbers=numbers, declares=declares,
-        num_appended_tokens=[5 * declared for declared in declares],
-        num_new_tokens=[int(op in (ALLOCATE, CACHE)) for op in operations],
-        block_hashes=block_hashes("a", 1) * sum(declares),
-        request_ids=[f"x{number}" for number in numbers if number > 9],
-    )  # fmt: skip
-    assert result.outcomes == [Outcome.IN_USE if op is Operation.RESET else Outcome.OK for op in operations]
-    assert len(session.requests) == 5 - 1 + sum(declares)
-    check_integrity(world.pool, world.sessions())
 
 
 @pytest.mark.parametrize("gone", [FREE, PREEMPT])
 def test_rejecting_tokens_of_a_freed_or_preempted_request_is_refused(gone: Operation) -> None:
-    world = World()
-    session = world.open()
+    world, session = opened()
     world.admit(session, 1, "abc", 13)
     world.run(session, gone, request_numbers=[1])
-    before = world.snapshot()
-    with pytest.raises((InvalidArgumentError, NotFoundError)) as caught:
+    field = "num_rejected_tokens[0]" if gone is PREEMPT else "request_numbers[0]"
+    with world.refuses((InvalidArgumentError, NotFoundError), field=field):
         world.run(session, APPEND, request_numbers=[1], num_rejected_tokens=[1])
-    assert caught.value.field == ("num_rejected_tokens[0]" if gone is PREEMPT else "request_numbers[0]")
-    assert world.snapshot() == before
 
 
 def test_rejected_and_appended_tokens_count_when_there_are_too_few_blocks() -> None:
     """Rule 3 of apply.py: the scheduler does not repeat them when it retries."""
-    world = World(num_blocks=3)
-    session = world.open()
+    world, session = opened(num_blocks=3)
     world.admit(session, 1, "a", 6)
-    world.run(session, ALLOCATE, request_numbers=[1], num_new_tokens=[2])  # two drafts
-    result = world.run(
-        session, ALLOCATE, request_numbers=[1], num_appended_tokens=[3], num_new_tokens=[9], num_rejected_tokens=[1],
-        block_hashes=block_hashes("ab", 2)[-32:],
-    )  # fmt: skip
+    world.allocate(session, 1, 2)  # two drafts
+    result = world.allocate(
+        session, 1, 9, num_appended_tokens=[3], num_rejected_tokens=[1], block_hashes=block_hashes("ab", 2)[-32:]
+    )
     assert result.outcomes == [Outcome.NEVER_FITS]
     assert (session.by_number[RequestNumber(1)].num_tokens, computed_tokens(session, 1)) == (9, 7)
 
 
 def test_only_allocated_tokens_are_cached() -> None:
-    world = World(num_blocks=3)
-    session = world.open()
-    world.run(
-        session, ADMIT, request_numbers=[1], num_appended_tokens=[13], num_new_tokens=[6], delay_cache_blocks=[True],
-        block_hashes=block_hashes("abc", 3), request_ids=["r"],
-    )  # fmt: skip
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError) as caught:
+    world, session = opened(num_blocks=3)
+    world.admit(session, 1, "abc", 13, num_new_tokens=[6], delay_cache_blocks=[True])
+    with world.refuses(field="num_new_tokens[0]"):
         world.run(session, CACHE, request_numbers=[1], num_new_tokens=[13])
-    assert (caught.value.field, world.snapshot()) == ("num_new_tokens[0]", before)
     world.run(session, CACHE, request_numbers=[1], num_new_tokens=[6])
     assert len(world.pool.blocks.prefix_map) == 1
-    check_integrity(world.pool, world.sessions())
 
 
 @pytest.mark.parametrize(("operation", "num_new_tokens"), [(ALLOCATE, 20), (ADMIT, 6)])
 def test_more_rejections_than_allocated_tokens_are_refused(operation: Operation, num_new_tokens: int) -> None:
-    world = World(num_blocks=3)
-    session = world.open()
-    world.run(
-        session, operation, request_numbers=[1], num_appended_tokens=[20], num_new_tokens=[num_new_tokens],
-        block_hashes=block_hashes("abcde", 5), request_ids=["r"],
-    )  # fmt: skip
-    computed, before = computed_tokens(session, 1), world.snapshot()
+    world, session = opened(num_blocks=3)
+    world.declare(session, operation, 1, "abcde", 20, num_new_tokens=[num_new_tokens])
+    computed = computed_tokens(session, 1)
     assert computed == (0 if operation is ALLOCATE else 6)
-    with pytest.raises(InvalidArgumentError) as caught:
+    with world.refuses(field="num_rejected_tokens[0]"):
         world.run(session, APPEND, request_numbers=[1], num_rejected_tokens=[computed + 1])
-    assert (caught.value.field, world.snapshot()) == ("num_rejected_tokens[0]", before)
 
 
 @pytest.mark.parametrize("operation", [Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED])
-def test_a_request_without_tokens_finds_nothing(operation: Operation) -> None:
-    world = World()
-    session = world.open()
+def test_a_request_without_tokens_finds_nothing(operation: Operation, world: World, session: Session) -> None:
     result = world.run(session, operation, request_numbers=[1], request_ids=["r"])
     assert (result.outcomes, result.num_hit_tokens, result.block_ids) == ([], [], [])
 
@@ -117,53 +73,24 @@ def test_without_caching_no_hit_can_be_named() -> None:
     one, other = world.open(), world.open()
     world.admit(one, 1, "", 13)
     try:
-        result = world.run(
-            other, ALLOCATE, request_numbers=[1], num_appended_tokens=[9], num_new_tokens=[1],
-            num_block_ids=[2], block_ids=[1, 2], request_ids=["r"],
-        )  # fmt: skip
+        result = world.declare(other, ALLOCATE, 1, "", 9, num_new_tokens=[1], num_block_ids=[2], block_ids=[1, 2])
     except InvalidArgumentError:
         return
     assert result.outcomes == [Outcome.HIT_CHANGED]
     assert [world.pool.blocks.ref_cnt(BlockId(b)) for b in (1, 2)] == [1, 1]
 
 
-def test_a_hash_given_twice_in_one_request_keeps_the_pool_consistent() -> None:
-    world = World()
-    session = world.open()
-    for number in (1, 2):
-        try:
-            world.run(
-                session, ADMIT, request_numbers=[number], num_appended_tokens=[9],
-                block_hashes=block_hashes("a", 1) * 2, request_ids=[f"r{number}"],
-            )  # fmt: skip
-        except InvalidArgumentError:
-            return
-    check_integrity(world.pool, world.sessions())
-
-
-def test_an_id_with_invalid_unicode_is_measured_in_bytes() -> None:
-    """The wire cannot carry such an id, but a caller in the same process can pass it."""
-    world = World()
-    session = world.open()
-    with pytest.raises(InvalidArgumentError) as caught:
-        world.run(session, APPEND, request_numbers=[1], request_ids=["\ud800" * 100])
-    assert caught.value.field == "request_ids[0]"
-
-
-def test_ids_are_measured_in_bytes() -> None:
-    world = World()
-    session = world.open()
+def test_ids_are_measured_in_bytes(world: World, session: Session) -> None:
+    """The wire cannot carry invalid Unicode, but a caller in the same process can pass it."""
     longest = "ü" * 128
-    with pytest.raises(InvalidArgumentError) as caught:
-        world.run(session, APPEND, request_numbers=[1], request_ids=[longest + "x"])
-    assert caught.value.field == "request_ids[0]"
+    for too_long in (longest + "x", "\ud800" * 100):
+        with refused(field="request_ids[0]"):
+            world.run(session, APPEND, request_numbers=[1], request_ids=[too_long])
     world.run(session, APPEND, request_numbers=[1], request_ids=[longest])
     assert list(session.requests) == [longest]
 
 
-def test_lora_names_come_with_declared_requests_only() -> None:
-    world = World()
-    session = world.open()
+def test_lora_names_come_with_declared_requests_only(world: World, session: Session) -> None:
     for names, ids, numbers, operations in (
         (["l"], [], [0], [EVICT]),
         (["l", "m"], ["r"], [1], [APPEND]),
@@ -176,17 +103,14 @@ def test_lora_names_come_with_declared_requests_only() -> None:
     assert [request.lora_name for request in session.requests.values()] == [None, "l"]
 
 
-def test_trace_contexts_come_with_declared_requests_only() -> None:
-    world = World()
-    session = world.open()
+def test_trace_contexts_come_with_declared_requests_only(world: World, session: Session) -> None:
     for size, ids, numbers, operations in (
         (25, [], [0], [EVICT]),
         (24, ["r"], [1], [APPEND]),
         (50, ["r"], [1], [APPEND]),
     ):
-        with pytest.raises(InvalidArgumentError) as caught:
+        with refused(field="trace_contexts"):
             world.run(session, *operations, request_numbers=numbers, request_ids=ids, trace_contexts=b"c" * size)
-        assert caught.value.field == "trace_contexts"
         assert not session.requests
     joined = bytes(25) + b"c" * 25
     world.run(session, APPEND, APPEND, request_numbers=[1, 2], request_ids=["r", "s"], trace_contexts=joined)
@@ -194,25 +118,17 @@ def test_trace_contexts_come_with_declared_requests_only() -> None:
 
 
 def test_a_pool_with_events_requires_every_token() -> None:
-    world = World(enable_events=True)
-    session = world.open()
+    world, session = opened(enable_events=True)
     for token_ids in ([], [1, 2], [1, 2, 3, 4]):
-        with pytest.raises(InvalidArgumentError) as caught:
-            world.run(
-                session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=token_ids
-            )
-        assert caught.value.field == "token_ids"
-    world.run(session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[3], token_ids=[1, 2, 3])
+        with refused(field="token_ids"):
+            world.declare(session, APPEND, 1, "", 3, token_ids=token_ids)
+    world.declare(session, APPEND, 1, "", 3, token_ids=[1, 2, 3])
     assert session.by_number[RequestNumber(1)].token_ids == [1, 2, 3]
 
 
 def test_a_refused_step_makes_no_events_and_publishes_nothing() -> None:
-    world = World(enable_events=True)
-    session = world.open()
-    world.run(
-        session, ADMIT, request_numbers=[1], request_ids=["r"], num_appended_tokens=[4],
-        block_hashes=block_hashes("a", 1), token_ids=[1, 2, 3, 4],
-    )  # fmt: skip
+    world, session = opened(enable_events=True)
+    world.admit(session, 1, "a", 4, token_ids=[1, 2, 3, 4])
     world.pool.blocks.take_events()
     with pytest.raises(NotFoundError):
         world.run(session, EVICT, FREE, executed=1, request_numbers=[0, 9], num_block_ids=[1, 0], block_ids=[1])
@@ -221,11 +137,6 @@ def test_a_refused_step_makes_no_events_and_publishes_nothing() -> None:
 
 
 def test_without_caching_a_request_has_no_hashes() -> None:
-    world = World(enable_caching=False)
-    session = world.open()
-    with pytest.raises(InvalidArgumentError) as caught:
-        world.run(
-            session, APPEND, request_numbers=[1], request_ids=["r"], num_appended_tokens=[4],
-            block_hashes=block_hashes("a", 1),
-        )  # fmt: skip
-    assert caught.value.field == "block_hashes"
+    world, session = opened(enable_caching=False)
+    with refused(field="block_hashes"):
+        world.declare(session, APPEND, 1, "a", 4, block_hashes=block_hashes("a", 1))

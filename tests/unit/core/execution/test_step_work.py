@@ -7,7 +7,6 @@ import pytest
 from kvpool.core.blocks import prefix_search
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_search import TRY_PROBES
-from kvpool.core.execution import apply
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, SessionNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
@@ -20,14 +19,8 @@ from support.core import World, admit, block_hashes, config, request_of
 def declared(world: World, num_tokens: int, num_hashes: int, num_requests: int = 1) -> Session:
     """A session with requests from number 1 on, with the given numbers of tokens and hashes each, without blocks."""
     session = world.open()
-    world.run(
-        session,
-        *[Operation.APPEND] * num_requests,
-        request_numbers=[*range(1, num_requests + 1)],
-        num_appended_tokens=[num_tokens] * num_requests,
-        block_hashes=block_hashes("", num_hashes) * num_requests,
-        request_ids=[f"r{i}" for i in range(num_requests)],
-    )
+    hashes = block_hashes("", num_hashes) * num_requests
+    world.declare_all(session, [Operation.APPEND] * num_requests, "", num_tokens, block_hashes=hashes)
     return session
 
 
@@ -65,17 +58,9 @@ def test_lookups_that_miss_are_skipped_after_the_work_limit() -> None:
 
 def test_a_step_of_many_short_lookups_and_admissions_is_completed() -> None:
     world = World(specs=[FullAttentionSpec(1)] * 4, num_blocks=4 * 4096 + 1)
-    session, numbers = world.open(), range(1, 4097)
-    result = world.run(
-        session,
-        *[Operation.ADMIT] * 4096,
-        request_numbers=[*numbers],
-        num_appended_tokens=[2] * 4096,
-        num_new_tokens=[1] * 4096,
-        block_hashes=b"".join(i.to_bytes(32, "big") for i in range(2 * 4096)),
-        request_ids=[f"r{number}" for number in numbers],
-    )
-    assert result.outcomes == []
+    hashes = b"".join(i.to_bytes(32, "big") for i in range(2 * 4096))
+    columns: dict[str, Any] = {"num_new_tokens": [1] * 4096, "block_hashes": hashes}
+    assert world.declare_all(world.open(), [Operation.ADMIT] * 4096, "", 2, **columns).outcomes == []
 
 
 def test_a_long_lookup_of_a_narrow_window_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,14 +80,3 @@ def test_hashes_joined_for_a_lookup_count_once() -> None:
     request = session.by_number[RequestNumber(1)]
     first = world.pool.find_longest_cache_hit(request).num_probes
     assert first - world.pool.find_longest_cache_hit(request).num_probes == 20
-
-
-def test_common_prefixes_count_as_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    session = world.open()
-    for number in (1, 2, 3):
-        world.admit(session, number, "abc", 12)
-    monkeypatch.setattr(apply, "MAX_STEP_WORK", 4)
-    result = world.run(session, *[Operation.COMMON_PREFIX] * 3, request_numbers=[1, 2, 3])
-    assert result.outcomes == [0, 0, Outcome.SKIPPED]
-    assert result.num_prefix_blocks == [2, 2, 0]

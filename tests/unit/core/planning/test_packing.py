@@ -59,9 +59,3 @@ def test_windows_of_unequal_numbers_are_all_kept() -> None:
     answer = plan(f=FULL, w0=WINDOW, w1=wide, w2=WINDOW, w3=WINDOW)
     assert sorted(name for names in names_of(answer) for name in names) == ["f", "w0", "w1", "w2", "w3"]
     assert set(answer.configs[0].tensors[0].shared_by) == {"f", "w0", "w1", "w2", "w3"}
-
-
-def test_a_stage_without_layers_has_no_tensor() -> None:
-    ranks = [RankMemory({"a": FULL}, 2**24), RankMemory({}, 0)]
-    answer = get_kv_cache_configs(ranks, PlanOptions(64, block_outermost=True))
-    assert [len(config.tensors) for config in answer.configs] == [1, 0]

@@ -4,7 +4,7 @@ from kvpool.core.errors import UnavailableError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.pools.drain_state import DRAINED_RETRY_SECONDS, DrainState
 from kvpool.core.ranks.messages import PoolState
-from support.core import World
+from support.core import opened
 
 A, B = PoolName("a"), PoolName("b")
 
@@ -33,8 +33,7 @@ def test_a_refusal_names_the_drained_pool_or_server_and_the_retry_time() -> None
 
 
 def test_a_drained_pool_serves_open_sessions_and_refuses_new_ones_without_a_change() -> None:
-    world = World()
-    session = world.open()
+    world, session = opened()
     world.allocator.pools.drain_state.drain(world.pool.config.name)
     before = (world.snapshot(), repr(world.pool.activity))
     with pytest.raises(UnavailableError, match="drained"):

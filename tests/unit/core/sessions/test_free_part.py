@@ -7,10 +7,10 @@ from kvpool.core.commands import CloseSession, FreePart
 from kvpool.core.errors import AbortedError
 from kvpool.core.execution import end_session
 from kvpool.core.sessions.session import Session
-from kvpool.core.state import State
 from support.core import World
 from support.integrity import check_integrity
 from support.journal import assert_alike
+from support.state import restored
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +43,7 @@ def test_parts_end_in_the_state_of_a_session_closed_at_once(quota: Quota, report
         assert in_parts.pool.blocks.num_free_blocks - num_held <= 6, "the request that exceeds the part is the last"
         num_parts += 1
         check_integrity(in_parts.pool, in_parts.sessions())
-        with in_parts.allocator.snapshot() as snapshot:
-            made = State()
-            made.restore(snapshot)
-        assert_alike(in_parts.allocator, made)
+        assert_alike(in_parts.allocator, restored(in_parts.allocator))
     assert num_parts > 4
     again = in_parts.allocator.execute(CloseSession(session.session_id, num_freed), 5.0)
     assert again.num_freed_requests == closed.num_freed_requests

@@ -8,16 +8,7 @@ from kvpool.core.ids import RequestId, RequestNumber
 from kvpool.core.sessions.session import REMEMBERED_RESULTS, Session
 from kvpool.core.steps.columns import Operation, Step
 from support.core import World
-
-
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def session(world: World) -> Session:
-    return world.open()
+from support.refusals import refused
 
 
 def test_only_the_last_results_are_remembered(world: World, session: Session) -> None:
@@ -26,9 +17,8 @@ def test_only_the_last_results_are_remembered(world: World, session: Session) ->
     resets = world.pool.stats.resets
     assert [world.apply(session, step) for step in steps[1:]] == results[1:]
     assert world.pool.stats.resets == resets
-    with pytest.raises(WrongStateError) as caught:
+    with refused(WrongStateError, reason="SEQUENCE_FORGOTTEN"):
         world.apply(session, steps[0])
-    assert caught.value.reason == "SEQUENCE_FORGOTTEN"
 
 
 def test_the_number_of_a_refused_step_can_be_used_again(world: World, session: Session) -> None:
@@ -40,16 +30,8 @@ def test_the_number_of_a_refused_step_can_be_used_again(world: World, session: S
 def test_a_repeated_step_is_recognized_by_its_message(world: World, session: Session) -> None:
     first = apply_step(world.pool, session, Step(1), message=b"sent")
     assert apply_step(world.pool, session, Step(1, operations=[Operation.RESET]), message=b"sent") is first
-    with pytest.raises(InvalidArgumentError) as caught:
+    with refused(field="sequence", reason="SEQUENCE_REUSED"):
         apply_step(world.pool, session, Step(1), message=b"something else")
-    assert (caught.value.field, caught.value.reason) == ("sequence", "SEQUENCE_REUSED")
-
-
-def test_step_numbers_are_per_session(world: World, session: Session) -> None:
-    other = world.open()
-    for _ in range(3):
-        world.run(session, Operation.RESET)
-    assert world.run(other, Operation.RESET).sequence == 1
 
 
 def test_an_older_executed_number_changes_nothing(world: World, session: Session) -> None:
@@ -60,18 +42,15 @@ def test_an_older_executed_number_changes_nothing(world: World, session: Session
 
 def test_execution_of_the_last_step_can_be_reported_outside_a_step(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
-    world.allocator.mark_executed(world.pool, session, 1)
+    world.executed(session, 1)
     assert (session.executed_sequence, dict(world.pool.blocks.prefix_map.pending.steps)) == (1, {})
 
 
 @pytest.mark.parametrize("executed", [-1, 2])
 def test_execution_of_steps_never_sent_is_refused(executed: int, world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError) as caught:
-        world.allocator.mark_executed(world.pool, session, executed)
-    assert caught.value.field == "executed_sequence"
-    assert world.snapshot() == before
+    with world.refuses(field="executed_sequence"):
+        world.executed(session, executed)
 
 
 def test_generated_request_numbers_are_negative_and_unused(world: World, session: Session) -> None:
@@ -79,14 +58,8 @@ def test_generated_request_numbers_are_negative_and_unused(world: World, session
     for expected in (-2, -3):
         number = session.free_number()
         assert number == expected
-        world.run(
-            session,
-            Operation.APPEND,
-            request_numbers=[number],
-            num_appended_tokens=[1],
-            request_ids=[f"unnamed{number}"],
-        )
-    assert session.request_number(RequestId("unnamed-3")) == -3
+        world.declare(session, Operation.APPEND, number, "", 1)
+    assert session.request_number(RequestId("r-3")) == -3
     assert session.request_number(RequestId("r7")) == RequestNumber(7)
     assert session.request_number(RequestId("r8")) is None
 
@@ -97,11 +70,3 @@ def test_a_number_and_an_id_can_be_reused_after_a_free(world: World, session: Se
     world.run(session, Operation.ADMIT, request_numbers=[1], num_appended_tokens=[3], request_ids=["r1"])
     (request,) = session.requests.values()
     assert (request.request_id, request.num_tokens, request.num_computed_tokens) == ("r1", 3, 3)
-
-
-def test_two_sessions_can_use_the_same_request_id_and_number(world: World, session: Session) -> None:
-    other = world.open()
-    world.admit(session, 1, "abc", 13)
-    world.admit(other, 1, "xyz", 9)
-    world.free(session, 1)
-    assert (session.requests, [r.num_tokens for r in other.requests.values()]) == ({}, [9])

@@ -1,97 +1,61 @@
 """Calls that can be repeated: opening with a key, and closing. Leases and their bounds."""
 
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from kvpool.core.errors import InvalidArgumentError, KvpoolError
-from kvpool.core.ids import SessionId
+from kvpool.core.errors import UnavailableError
 from kvpool.core.sessions.session import LeaseBounds, Session
 from support.core import World
-from support.integrity import check_integrity
+from support.refusals import refused
 
 
-class Keyed(World):
-    """A world whose sessions are opened with keys."""
-
-    drawn = 0
-
-    def open_with(
-        self, key: str, *, pool: str = "m", client: str = "c", lease_seconds: float = 10.0, now_seconds: float = 0.0
-    ) -> Session:
-        self.drawn += 1
-        return self.allocator.open_session(
-            pool,
-            client,
-            lease_seconds,
-            session_id=SessionId(f"id{self.drawn}"),
-            now_seconds=now_seconds,
-            open_key=key,
-            requested=(lease_seconds,),
-        )[1]
+def opened(world: World, key: str, lease_seconds: float = 10.0, client_name: str = "c", **options: Any) -> Session:
+    asked = (lease_seconds,)
+    return world.open(lease_seconds, client_name=client_name, open_key=key, requested=asked, **options)
 
 
-@pytest.fixture
-def world() -> Keyed:
-    return Keyed()
-
-
-def refusal(call: Callable[[], object]) -> tuple[type[KvpoolError], str, str]:
-    with pytest.raises(KvpoolError) as caught:
-        call()
-    return type(caught.value), caught.value.field, caught.value.reason
-
-
-def test_the_same_key_finds_the_session_it_opened(world: Keyed) -> None:
-    session = world.open_with("k")
-    assert world.open_with("k", now_seconds=7.0) is session
+def test_the_same_key_finds_the_session_it_opened(world: World) -> None:
+    session = opened(world, "k")
+    assert opened(world, "k", now_seconds=7.0) is session
     assert (session.last_seen_seconds, world.pool.activity.sessions_opened, world.pool.activity.retries) == (7.0, 1, 1)
-    assert world.open_with("other") is not session
-    assert world.open_with("") is not world.open_with("")
+    assert opened(world, "other") is not session
+    assert opened(world, "") is not opened(world, "")
 
 
-@pytest.mark.parametrize("change", [{"pool": "n"}, {"client": "d"}, {"lease_seconds": 11.0}])
-def test_a_key_used_with_different_arguments_is_refused(world: Keyed, change: dict[str, object]) -> None:
-    session = world.open_with("k")
-    before = world.snapshot(), session.last_seen_seconds
-    assert refusal(lambda: world.open_with("k", now_seconds=1.0, **change)) == (  # type: ignore[arg-type]
-        InvalidArgumentError, "open_key", "OPEN_KEY_REUSED",
-    )  # fmt: skip
-    assert (world.snapshot(), session.last_seen_seconds) == before
+@pytest.mark.parametrize("change", [{"pool": "n"}, {"client_name": "d"}, {"lease_seconds": 11.0}])
+def test_a_key_used_with_different_arguments_is_refused(world: World, change: dict[str, Any]) -> None:
+    session = opened(world, "k")
+    with world.refuses(field="open_key", reason="OPEN_KEY_REUSED"):
+        opened(world, "k", now_seconds=1.0, **change)
+    assert session.last_seen_seconds == 0.0
 
 
-def test_a_key_can_be_reused_after_its_session_ended(world: Keyed) -> None:
-    closed = world.open_with("k")
+def test_a_key_can_be_reused_after_its_session_ended(world: World) -> None:
+    closed = opened(world, "k")
     world.allocator.close_session(closed.session_id, 0.0)
-    overdue = world.open_with("k", client="d")
+    overdue = opened(world, "k", client_name="d")
     assert overdue is not closed
-    again = world.open_with("k", now_seconds=10.0)  # although the session was not ended yet
+    again = opened(world, "k", now_seconds=10.0)  # although the session was not ended yet
     assert again is not overdue
     world.allocator.expire(10.0)
-    assert world.open_with("k", now_seconds=10.0) is again
+    assert opened(world, "k", now_seconds=10.0) is again
 
 
-def test_a_drained_pool_still_finds_a_session_that_is_open(world: Keyed) -> None:
-    session = world.open_with("k")
+def test_a_drained_pool_still_finds_a_session_that_is_open(world: World) -> None:
+    session = opened(world, "k")
     world.allocator.pools.drain_state.drain(None)
-    assert world.open_with("k") is session
-    assert refusal(lambda: world.open_with("l"))[2] == "DRAINED"
+    assert opened(world, "k") is session
+    with world.refuses(UnavailableError, reason="DRAINED"):
+        opened(world, "l")
 
 
 @pytest.mark.parametrize("key", ["k" * 65, "ü" * 33, "\ud800" * 22])
-def test_keys_have_a_maximum_length(world: Keyed, key: str) -> None:
-    session = world.open_with("k" * 64)
-    assert refusal(lambda: world.open_with(key))[:2] == (InvalidArgumentError, "open_key")
+def test_keys_have_a_maximum_length(world: World, key: str) -> None:
+    session = opened(world, "k" * 64)
+    with world.refuses(field="open_key"):
+        opened(world, key)
     assert world.sessions() == [session]
-
-
-def test_a_closed_session_gets_its_count_again(world: Keyed) -> None:
-    session = world.open_with("k")
-    world.admit(session, 1, "abc", 13)
-    assert world.allocator.close_session(session.session_id, 0.0)[1] == 1
-    ended = world.allocator.sessions.ends
-    assert (ended.num_freed_by_close(session.session_id), ended.num_freed_by_close("id9")) == (1, None)
-    check_integrity(world.pool, world.sessions())
 
 
 @pytest.mark.parametrize(
@@ -112,5 +76,6 @@ def test_bounds_of_leases_are_checked_by_name(bounds: tuple[float, float, float]
 
 @pytest.mark.parametrize("asked_seconds", [0.5, 3601.0, float("nan"), -1.0])
 def test_leases_out_of_bounds_are_refused(asked_seconds: float) -> None:
-    assert refusal(lambda: LeaseBounds().choose(asked_seconds))[:2] == (InvalidArgumentError, "lease_seconds")
+    with refused(field="lease_seconds"):
+        LeaseBounds().choose(asked_seconds)
     assert LeaseBounds(2.0, 5.0, 3.0).choose(0.0) == 3.0

@@ -21,6 +21,7 @@ from kvpool.core.specs.kinds import (
 from kvpool.core.specs.longest_request import longest_fitting, most_held_blocks, shortfall
 from kvpool.core.specs.pool_config import PoolConfig
 from support.core import config, num_allocated
+from support.refusals import refused
 from support.state import DrivenState
 
 FULL = FullAttentionSpec(4)
@@ -81,22 +82,14 @@ def test_the_smallest_pool_holds_a_request_and_one_block_fewer_is_refused(mix: s
 
     one_fewer, state = replace(fits, num_blocks=fits.num_blocks - 1), DrivenState()
     assert num_allocated(one_fewer) < fits.max_model_len
-    with pytest.raises(InvalidArgumentError) as refused:
-        state.create_pool(one_fewer, NONE_HASH)
-    assert (refused.value.field, refused.value.reason) == ("config.num_blocks", "ONE_REQUEST_DOES_NOT_FIT")
-    assert list(state.pools) == []
-    assert state.create_pool(fits, NONE_HASH)[1]
-
-
-@pytest.mark.parametrize("mix", MIXES)
-def test_the_longest_length_that_fits_is_stated(mix: str) -> None:
-    specs, options = MIXES[mix]
-    fits = smallest(make(specs, **options))
-    one_fewer = replace(fits, num_blocks=fits.num_blocks - 1)
     longest = int(shortfall(one_fewer).split()[-2])
     assert 0 <= longest < fits.max_model_len
     assert not longest or num_allocated(replace(one_fewer, max_model_len=longest)) == longest
     assert num_allocated(replace(one_fewer, max_model_len=longest + 1)) < longest + 1
+    with refused(field="config.num_blocks", reason="ONE_REQUEST_DOES_NOT_FIT"):
+        state.create_pool(one_fewer, NONE_HASH)
+    assert list(state.pools) == []
+    assert state.create_pool(fits, NONE_HASH)[1]
 
 
 def test_a_refusal_states_the_numbers() -> None:

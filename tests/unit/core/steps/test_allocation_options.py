@@ -6,23 +6,17 @@ from typing import Any
 import pytest
 
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import BlockId, RequestNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
-from support.core import BLOCK_SIZE, World, block_hashes
-from support.integrity import check_integrity
+from support.core import BLOCK_SIZE, World, opened
 
-ADMIT, ALLOCATE, APPEND, CACHE, LOOKUP = (
-    Operation.ADMIT,
-    Operation.ALLOCATE,
-    Operation.APPEND,
-    Operation.CACHE,
-    Operation.LOOKUP,
-)
+ADMIT, ALLOCATE, APPEND = Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND
+CACHE, LOOKUP = Operation.CACHE, Operation.LOOKUP
 FULL, WINDOW = FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=5)
 """A window of 5 tokens needs the block that holds the 4 tokens before the next one."""
 TERMS = (
@@ -35,14 +29,7 @@ TERMS = (
 
 
 def add(world: World, session: Session, number: int, content: str, num_tokens: int) -> None:
-    world.run(
-        session,
-        APPEND,
-        request_numbers=[number],
-        num_appended_tokens=[num_tokens],
-        block_hashes=block_hashes(content, num_tokens // BLOCK_SIZE) if world.pool.config.enable_caching else b"",
-        request_ids=[f"r{number}"],
-    )
+    world.declare(session, APPEND, number, content, num_tokens)
 
 
 def ask(world: World, session: Session, operation: Operation, number: int, new: int, **columns: Any) -> StepResult:
@@ -54,9 +41,7 @@ def ask(world: World, session: Session, operation: Operation, number: int, new: 
         step.block_ids = [block_id for ids in hit for block_id in ids]
     for name, value in columns.items():
         setattr(step, name, [value])
-    result = world.apply(session, step)
-    check_integrity(world.pool, world.sessions())
-    return result
+    return world.apply(session, step)
 
 
 def outcome(result: StepResult) -> Outcome:
@@ -83,8 +68,7 @@ def free_of(world: World) -> int:
 @pytest.mark.parametrize("name", ["num_reserved_blocks", "num_watermark_blocks"])
 @pytest.mark.parametrize("operation", [ADMIT, ALLOCATE])
 def test_reserved_and_watermark_blocks_stay_free(operation: Operation, name: str) -> None:
-    world = World(num_blocks=11)
-    session = world.open()
+    world, session = opened(num_blocks=11)
     add(world, session, 1, "abc", 12)  # takes three of ten blocks
     before = world.snapshot()
     assert outcome(ask(world, session, operation, 1, 12, **{name: 8})) is Outcome.NO_BLOCKS
@@ -95,8 +79,7 @@ def test_reserved_and_watermark_blocks_stay_free(operation: Operation, name: str
 
 
 def test_reserve_and_watermark_add_up() -> None:
-    world = World(num_blocks=11)
-    session = world.open()
+    world, session = opened(num_blocks=11)
     add(world, session, 1, "abc", 12)
     refused = ask(world, session, ADMIT, 1, 0, num_reserved_blocks=4, num_watermark_blocks=4)
     assert outcome(refused) is Outcome.NO_BLOCKS
@@ -104,8 +87,7 @@ def test_reserve_and_watermark_add_up() -> None:
 
 
 def test_an_allocation_without_new_blocks_is_refused_below_the_reserve() -> None:
-    world = World(num_blocks=4)
-    session = world.open()
+    world, session = opened(num_blocks=4)
     world.admit(session, 1, "ab", 5)  # two of three blocks, with three free slots
     assert outcome(ask(world, session, ALLOCATE, 1, 1, num_reserved_blocks=2)) is Outcome.NO_BLOCKS
     assert the(session, 1).num_computed_tokens == 5
@@ -113,8 +95,7 @@ def test_an_allocation_without_new_blocks_is_refused_below_the_reserve() -> None
 
 
 def test_a_free_hit_counts_against_the_reserve_and_a_hit_in_use_does_not() -> None:
-    world = World(num_blocks=8)
-    session = world.open()
+    world, session = opened(num_blocks=8)
     world.admit(session, 1, "abc", 13)  # four of seven blocks
     add(world, session, 2, "abc", 13)  # three of these blocks, and one new
     assert outcome(ask(world, session, ADMIT, 2, 0, num_reserved_blocks=3)) is Outcome.NO_BLOCKS
@@ -128,8 +109,7 @@ def test_a_free_hit_counts_against_the_reserve_and_a_hit_in_use_does_not() -> No
 
 
 def test_the_full_sequence_must_fit_even_if_a_chunk_fits() -> None:
-    world = World(num_blocks=6)
-    session = world.open()
+    world, session = opened(num_blocks=6)
     add(world, session, 1, "abcdefg", 24)  # six blocks of five
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NEVER_FITS
     assert (free_of(world), world.pool.stats.requests) == (5, 0)
@@ -138,8 +118,7 @@ def test_the_full_sequence_must_fit_even_if_a_chunk_fits() -> None:
 
 
 def test_a_watermark_applies_to_the_full_sequence_and_a_reserve_does_not() -> None:
-    world = World(num_blocks=8)
-    session = world.open()
+    world, session = opened(num_blocks=8)
     add(world, session, 1, "abcdef", 20)  # five blocks of seven, one at first
     whole = {"full_sequence_must_fit": True}
     assert outcome(ask(world, session, ADMIT, 1, 4, num_watermark_blocks=3, **whole)) is Outcome.NO_BLOCKS
@@ -164,8 +143,7 @@ def test_blocks_of_a_hit_in_use_need_not_fit_and_free_ones_must() -> None:
 
 
 def test_a_running_request_continues_if_its_missing_blocks_are_free() -> None:
-    world = World(num_blocks=6)
-    session = world.open()
+    world, session = opened(num_blocks=6)
     add(world, session, 1, "abcde", 20)
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
     assert outcome(ask(world, session, ALLOCATE, 1, 4, full_sequence_must_fit=True)) is Outcome.OK
@@ -177,8 +155,7 @@ def test_a_running_request_continues_if_its_missing_blocks_are_free() -> None:
 @pytest.mark.parametrize(("in_flight", "fits"), [(4, True), (8, True), (9, False), (0, False)])
 def test_a_window_is_counted_with_the_maximum_tokens_in_flight(in_flight: int, *, fits: bool) -> None:
     """Blocks of window - 1 and the tokens in flight, plus one for an unaligned window: 3, 4, 5; 10 for all."""
-    world = World(num_blocks=5, specs=[WINDOW], max_in_flight_tokens=in_flight)
-    session = world.open()
+    world, session = opened(num_blocks=5, specs=[WINDOW], max_in_flight_tokens=in_flight)
     add(world, session, 1, "abcdefghij", 40)
     result = ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)
     assert outcome(result) is (Outcome.OK if fits else Outcome.NEVER_FITS)
@@ -198,8 +175,7 @@ def test_a_chunk_is_counted_with_the_maximum_tokens_in_flight() -> None:
 
 
 def test_tokens_in_flight_keep_blocks_before_a_window() -> None:
-    world = World(specs=[WINDOW])
-    session = world.open()
+    world, session = opened(specs=[WINDOW])
     world.admit(session, 1, "abcd", 16)
     ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=16)  # 16 are computed, none is executed
     assert tables(session, 1) == [[1, 2, 3, 4, 5]]
@@ -215,16 +191,14 @@ def test_tokens_in_flight_keep_blocks_before_a_window() -> None:
     "spec", [ChunkedLocalAttentionSpec(BLOCK_SIZE, attention_chunk_size=8), MambaSpec(BLOCK_SIZE), FULL, WINDOW]
 )
 def test_more_tokens_may_be_in_flight_than_are_computed(spec: KVCacheSpec) -> None:
-    world = World(specs=[spec], enable_caching=False)
-    session = world.open()
+    world, session = opened(specs=[spec], enable_caching=False)
     world.admit(session, 1, "", 12)
     assert outcome(ask(world, session, ALLOCATE, 1, 1, num_in_flight_tokens=256)) is Outcome.OK
     assert tables(session, 1) == [[1, 2, 3, 4]]
 
 
 def test_a_refusal_frees_only_blocks_behind_the_window_of_executed_tokens() -> None:
-    world = World(num_blocks=6, specs=[WINDOW])
-    session = world.open()
+    world, session = opened(num_blocks=6, specs=[WINDOW])
     world.admit(session, 1, "abcd", 16)
     refused = ask(world, session, ALLOCATE, 1, 8, num_in_flight_tokens=8, num_reserved_blocks=4)
     assert outcome(refused) is Outcome.NO_BLOCKS
@@ -234,9 +208,7 @@ def test_a_refusal_frees_only_blocks_behind_the_window_of_executed_tokens() -> N
     assert tables(session, 1) == [[0, 2, 3, 4]]  # the refused allocation did not advance the window
 
 
-def test_external_tokens_get_slots_and_count_as_computed() -> None:
-    world = World()
-    session = world.open()
+def test_external_tokens_get_slots_and_count_as_computed(world: World, session: Session) -> None:
     add(world, session, 1, "abcd", 17)
     result = ask(world, session, ALLOCATE, 1, 5, num_external_tokens=12)
     assert result.block_ids == [1, 2, 3, 4, 5]
@@ -244,9 +216,7 @@ def test_external_tokens_get_slots_and_count_as_computed() -> None:
     assert len(world.pool.blocks.prefix_map) == 4
 
 
-def test_external_tokens_can_follow_a_hit_without_new_tokens() -> None:
-    world = World()
-    session = world.open()
+def test_external_tokens_can_follow_a_hit_without_new_tokens(world: World, session: Session) -> None:
     world.admit(session, 1, "ab", 9)
     add(world, session, 2, "abcd", 17)
     result = ask(world, session, ALLOCATE, 2, 0, num_external_tokens=9, hit=[[1, 2]])
@@ -256,19 +226,8 @@ def test_external_tokens_can_follow_a_hit_without_new_tokens() -> None:
     assert the(session, 2).num_computed_tokens == 20
 
 
-def test_all_groups_allocate_external_tokens_before_new_tokens() -> None:
-    world = World(specs=[FULL, FULL])
-    session = world.open()
-    add(world, session, 1, "abcd", 16)
-    result = ask(world, session, ALLOCATE, 1, 8, num_external_tokens=8)
-    assert tables(session, 1) == [[1, 2, 5, 6], [3, 4, 7, 8]]
-    assert result.block_ids == [1, 2, 5, 6, 3, 4, 7, 8]
-    assert result.num_new_blocks == [4, 4]
-
-
 def test_external_tokens_advance_windows_and_leave_null_blocks() -> None:
-    world = World(specs=[FULL, WINDOW])
-    session = world.open()
+    world, session = opened(specs=[FULL, WINDOW])
     world.admit(session, 1, "ab", 9)
     hit = tables(session, 1)
     promise = [hit[0][:2], [0, hit[1][1]]]
@@ -285,16 +244,14 @@ def test_external_tokens_advance_windows_and_leave_null_blocks() -> None:
 
 def test_external_tokens_outside_the_window_take_no_blocks() -> None:
     """A block shared with new tokens is allocated with these, after the external blocks of all groups."""
-    world = World(specs=[SlidingWindowSpec(BLOCK_SIZE, sliding_window=1), FULL], enable_caching=False)
-    session = world.open()
+    world, session = opened(specs=[SlidingWindowSpec(BLOCK_SIZE, sliding_window=1), FULL], enable_caching=False)
     add(world, session, 1, "", 8)
     ask(world, session, ALLOCATE, 1, 2, num_external_tokens=6)
     assert tables(session, 1) == [[0, 3], [1, 2]]
 
 
 def test_delayed_external_blocks_are_cached_by_cache_and_never_beyond_known_tokens() -> None:
-    world = World()
-    session = world.open()
+    world, session = opened()
     add(world, session, 1, "abc", 12)
     ask(world, session, ALLOCATE, 1, 0, num_external_tokens=12, delay_cache_blocks=True)
     assert len(world.pool.blocks.prefix_map) == 0
@@ -311,8 +268,7 @@ def test_delayed_external_blocks_are_cached_by_cache_and_never_beyond_known_toke
 def test_options_apply_together() -> None:
     """Five external and new blocks, a free hit of two blocks, a watermark of two and a reserve of one: ten blocks."""
     for num_blocks, fits in ((10, False), (11, True)):
-        world = World(num_blocks)
-        session = world.open()
+        world, session = opened(num_blocks)
         world.admit(session, 1, "ab", 8)
         world.free(session, 1)
         add(world, session, 2, "abcdefg", 28)
@@ -323,8 +279,7 @@ def test_options_apply_together() -> None:
         assert (outcome(result) is Outcome.OK) is fits
 
 
-def test_a_quota_limits_an_allocation_with_options() -> None:
-    world = World(num_blocks=20)
+def test_a_quota_limits_an_allocation_with_options(world: World) -> None:
     session = world.open(quota=Quota(2, 5))
     add(world, session, 1, "abcdef", 24)
     assert outcome(ask(world, session, ADMIT, 1, 4, full_sequence_must_fit=True)) is Outcome.NEVER_FITS
@@ -350,42 +305,13 @@ def test_reserves_count_blocks_available_to_the_session() -> None:
     assert outcome(ask(world, one, ADMIT, 1, 0, num_reserved_blocks=10)) is Outcome.OK
 
 
-def test_blocks_freed_behind_a_window_leave_the_quota() -> None:
-    world = World(num_blocks=20, specs=[WINDOW])
-    session = world.open(quota=Quota(0, 6))
-    world.admit(session, 1, "abcd", 16)
-    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=16)
-    assert num_counted(session) == 5
-    ask(world, session, ALLOCATE, 1, 4, num_in_flight_tokens=8)  # twelve of twenty tokens are executed
-    assert num_counted(session) == 4
-
-
 @pytest.mark.parametrize("name", TERMS)
-def test_a_column_of_another_length_is_refused(name: str) -> None:
-    world = World()
-    session = world.open()
+def test_a_column_of_another_length_is_refused(name: str, world: World, session: Session) -> None:
     add(world, session, 1, "abc", 12)
-    before = world.snapshot()
     for values in ([1, 1], [0] * 7):
-        step = Step(2, operations=[ALLOCATE], request_numbers=[1], num_new_tokens=[1])
-        setattr(step, name, values)
-        with pytest.raises(InvalidArgumentError, match="needs 0 or 1") as raised:
-            world.apply(session, step)
-        assert raised.value.field == name
-    assert world.snapshot() == before
-
-
-@pytest.mark.parametrize("name", TERMS[:4])
-@pytest.mark.parametrize("value", [-1, 2**31, 2**40, 2**64])
-def test_an_option_out_of_range_is_refused_by_name(name: str, value: int) -> None:
-    world = World()
-    session = world.open()
-    add(world, session, 1, "abc", 12)
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError) as raised:
-        ask(world, session, ALLOCATE, 1, 1, **{name: value})
-    assert raised.value.field == f"{name}[0]"
-    assert world.snapshot() == before
+        columns: dict[str, Any] = {name: values}
+        with world.refuses(field=name, match="needs 0 or 1"):
+            world.allocate(session, 1, 1, **columns)
 
 
 @pytest.mark.parametrize(
@@ -397,61 +323,36 @@ def test_an_option_out_of_range_is_refused_by_name(name: str, value: int) -> Non
         ({"num_in_flight_tokens": 1, "new": 0}, "num_new_tokens[0]"),
         ({"num_in_flight_tokens": 257, "new": 1}, "num_in_flight_tokens[0]"),
         ({"operation": ADMIT, "num_external_tokens": 4, "new": 0}, "num_external_tokens[0]"),
+        ({"number": 1, "num_external_tokens": 4, "new": 1}, "num_external_tokens[0]"),  # which holds blocks
+        *(({name: value, "new": 1}, f"{name}[0]") for name in TERMS[:4] for value in (-1, 2**31, 2**40, 2**64)),
     ],
 )
-def test_options_that_exclude_each_other_are_refused_by_name(columns: dict[str, Any], field: str) -> None:
-    world = World()
-    session = world.open()
+def test_options_out_of_range_or_that_exclude_each_other_are_refused_by_name(
+    columns: dict[str, Any], field: str
+) -> None:
+    world, session = opened()
     world.admit(session, 1, "ab", 9)
     add(world, session, 2, "abc", 12)
-    before = world.snapshot()
     operation = columns.pop("operation", ALLOCATE)
-    with pytest.raises(InvalidArgumentError) as raised:
-        ask(world, session, operation, 2, columns.pop("new"), **columns)
-    assert raised.value.field == field
-    assert world.snapshot() == before
+    with world.refuses(field=field):
+        ask(world, session, operation, columns.pop("number", 2), columns.pop("new"), **columns)
 
 
 def test_external_tokens_can_fill_a_request_completely() -> None:
-    world = World(num_blocks=80, enable_caching=False)
-    session = world.open()
+    world, session = opened(num_blocks=80, enable_caching=False)
     add(world, session, 1, "", 256)
     assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=256)) is Outcome.OK
     assert the(session, 1).num_computed_tokens == 256
 
 
-def test_a_request_that_holds_blocks_has_no_external_tokens() -> None:
-    world = World()
-    session = world.open()
-    world.admit(session, 1, "ab", 9)
-    before = world.snapshot()
-    with pytest.raises(InvalidArgumentError, match="without blocks") as raised:
-        ask(world, session, ALLOCATE, 1, 1, num_external_tokens=4)
-    assert raised.value.field == "num_external_tokens[0]"
-    assert world.snapshot() == before
-
-
-def test_a_preempted_request_can_have_external_tokens() -> None:
-    world = World()
-    session = world.open()
+def test_a_preempted_request_can_have_external_tokens(world: World, session: Session) -> None:
     world.admit(session, 1, "ab", 9)
     world.run(session, Operation.PREEMPT, request_numbers=[1])
     assert outcome(ask(world, session, ALLOCATE, 1, 0, num_external_tokens=9)) is Outcome.OK
     assert the(session, 1).num_computed_tokens == 9
 
 
-def test_a_refusal_due_to_options_stops_further_allocations_of_the_step() -> None:
-    world = World()
-    session = world.open()
-    for number in (1, 2):
-        add(world, session, number, "abc", 12)
-    result = world.run(session, ADMIT, ADMIT, request_numbers=[1, 2], num_reserved_blocks=[17, 0])
-    assert result.outcomes == [Outcome.NO_BLOCKS, Outcome.SKIPPED]
-
-
-def test_options_apply_to_their_operation_only() -> None:
-    world = World()
-    session = world.open()
+def test_options_apply_to_their_operation_only(world: World, session: Session) -> None:
     for number in (1, 2):
         add(world, session, number, "abc"[number:], 8)
     result = world.run(
@@ -461,8 +362,7 @@ def test_options_apply_to_their_operation_only() -> None:
 
 
 def test_a_lookup_is_counted_at_allocation_with_the_allocated_hit() -> None:
-    world = World(num_blocks=12)
-    session = world.open()
+    world, session = opened(num_blocks=12)
     world.admit(session, 1, "abc", 13)
     stats = world.pool.stats
     counted = (stats.requests, stats.queries_tokens, stats.hits_tokens)
@@ -477,61 +377,26 @@ def test_a_lookup_is_counted_at_allocation_with_the_allocated_hit() -> None:
     assert stats.requests == counted[0] + 1
 
 
-def test_a_lookup_whose_hit_is_not_used_counts_as_a_miss() -> None:
-    world = World()
-    session = world.open()
-    add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, ALLOCATE, 1, 13)
-    assert (world.pool.stats.requests, world.pool.stats.hits_tokens) == (1, 0)
-
-
 @pytest.mark.parametrize(
-    ("second", "count"), [(LOOKUP, 1), (Operation.LOOKUP_UNCOUNTED, 0), (Operation.LOOKUP_COUNTED_AT_ONCE, 1)]
+    ("operations", "count"),
+    [
+        ([LOOKUP], 0),
+        ([LOOKUP, ALLOCATE], 1),
+        ([LOOKUP, ADMIT], 1),
+        ([LOOKUP, LOOKUP, ALLOCATE], 1),
+        ([LOOKUP, Operation.LOOKUP_UNCOUNTED, ALLOCATE], 0),
+        ([LOOKUP, Operation.LOOKUP_COUNTED_AT_ONCE, ALLOCATE], 1),
+    ],
 )
-def test_the_newest_lookup_decides_whether_it_is_counted(second: Operation, count: int) -> None:
-    world = World()
-    session = world.open()
+def test_the_newest_lookup_is_counted_once_when_its_request_gets_slots(operations: list[Operation], count: int) -> None:
+    world, session = opened()
     add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, second, 1, 0)
-    ask(world, session, ALLOCATE, 1, 13)
+    for operation in operations:
+        ask(world, session, operation, 1, 13 if operation is ALLOCATE else 0)
     assert world.pool.stats.requests == count
 
 
-def test_an_admission_does_not_count_a_deferred_lookup_again() -> None:
-    world = World()
-    session = world.open()
-    add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, ADMIT, 1, 0)
-    assert world.pool.stats.requests == 1
-
-
-def test_a_refused_admission_keeps_a_deferred_lookup() -> None:
-    world = World(num_blocks=5)
-    session = world.open()
-    add(world, session, 1, "abc", 13)
-    ask(world, session, LOOKUP, 1, 0)
-    assert outcome(ask(world, session, ADMIT, 1, 0, num_reserved_blocks=1)) is Outcome.NO_BLOCKS
-    assert world.pool.stats.requests == 0
-    ask(world, session, ALLOCATE, 1, 13)
-    assert world.pool.stats.requests == 1
-
-
-def test_a_deferred_lookup_requires_a_request_without_blocks() -> None:
-    world = World()
-    session = world.open()
+def test_a_deferred_lookup_requires_a_request_without_blocks(world: World, session: Session) -> None:
     world.admit(session, 1, "abc", 13)
     with pytest.raises(KvpoolError, match="holds blocks"):
         ask(world, session, LOOKUP, 1, 0)
-
-
-def test_the_lookup_of_a_preempted_request_is_counted_separately() -> None:
-    world = World()
-    session = world.open()
-    world.admit(session, 1, "abc", 13)
-    world.run(session, Operation.PREEMPT, request_numbers=[1])
-    ask(world, session, LOOKUP, 1, 0)
-    ask(world, session, ALLOCATE, 1, 13)
-    assert (world.pool.stats.requests, world.pool.stats.preempted_requests) == (1, 1)

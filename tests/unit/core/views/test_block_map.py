@@ -2,13 +2,12 @@
 
 import pytest
 
-from kvpool.core import ids
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import EndReason, EndSession
 from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.views.block_map import BlockMap, BlockMapScan
 from kvpool.core.views.inspection import BlockState, state_of
-from support.core import STEP, World, admit, config
+from support.core import STEP, World, admit, config, opened
 
 HELD, PENDING, CACHED = "held", "pending", "cached"
 
@@ -57,8 +56,7 @@ def test_a_map_counts_every_block_once(max_cells: int) -> None:
 
 
 def test_blocks_of_an_ended_session_are_in_quarantine() -> None:
-    world = World(40)
-    session = world.open()
+    world, session = opened(40)
     world.admit(session, 1, "aaaa", 16)
     held = map_of(world.pool, max_cells=4).in_use
     pending = map_of(world.pool, max_cells=4).pending
@@ -111,11 +109,3 @@ def test_a_scan_reads_a_few_cells_at_a_time_and_ends_with_the_epoch() -> None:
     assert 0 < len(scan.result.cached) < 1000
     world.pool.blocks = KVCacheManager(config(2000)).blocks
     assert not scan.advance()
-
-
-def test_a_map_costs_no_reference_and_changes_nothing() -> None:
-    pool = pool_in_all_states()
-    before = states_of(pool), list(pool.blocks.free_list), pool.blocks.num_free_blocks
-    map_of(pool)
-    assert (states_of(pool), list(pool.blocks.free_list), pool.blocks.num_free_blocks) == before
-    assert ids.NULL_BLOCK not in list(pool.blocks.free_list)

@@ -11,7 +11,7 @@ from kvpool.core.ids import BlockHash, BlockId, GroupId
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
-from support.core import STEP, admit, block_hashes, config, request_of
+from support.core import STEP, admit, config, request_of
 from support.router import announced as truth
 
 FULL, WINDOW = FullAttentionSpec(4), SlidingWindowSpec(8, sliding_window=9)
@@ -96,15 +96,6 @@ def test_a_snapshot_ends_with_its_epoch() -> None:
     walk.next_chunk(1)
     pool.begin_epoch(pool.config, 2)
     assert walk.is_done
-
-
-def test_a_removal_event_has_the_number_of_copies_left() -> None:
-    pool = pool_of()
-    first, second = admit(pool, "ab", 8), admit(pool, "ab", 8)  # a hit excludes the last token's block
-    pool.blocks.take_events()
-    pool.blocks.evict_blocks([first.tables[0].block_ids[1], second.tables[0].block_ids[1]])
-    last = BlockHash(block_hashes("ab", 2)[32:])
-    assert pool.blocks.take_events() == [BlockRemoved(last, GroupId(0), 1), BlockRemoved(last, GroupId(0), 0)]
 
 
 def test_a_pool_without_events_keeps_no_contents() -> None:
