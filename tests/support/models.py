@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -11,8 +12,8 @@ from support.paths import MODEL_CONFIGS
 DEFAULT_OPTIONS = ModelOptions()
 
 
-def config(name: str) -> dict[str, object]:
-    data = json.loads((MODEL_CONFIGS / f"{name}.json").read_text())
+def config(name: str, folder: Path = MODEL_CONFIGS) -> dict[str, object]:
+    data = json.loads((folder / f"{name}.json").read_text())
     assert isinstance(data, dict)
     return data
 
