@@ -125,7 +125,8 @@ class RankTranscript:
         self._carry_out(self.rank.received(_TIMING, self._now))
 
     def _do_plan(self, epoch: str, num_blocks: str, layout: str = "") -> None:
-        config = PLANS.get(layout, lambda config: config)(plan_config(int(num_blocks)))
+        config = plan_config(int(num_blocks))
+        config = PLANS[layout](config) if layout else config
         self._carry_out(self.rank.received(Planned(int(epoch), config, _MAX_MODEL_LEN), self._now))
 
     def _do_allocated(self, num_blocks: str = "") -> None:
@@ -196,21 +197,13 @@ class RankTranscript:
         return "; ".join(facts)
 
 
-def _line(effect: effects.Effect) -> str:  # noqa: C901, PLR0911 - a case per effect
+def _line(effect: effects.Effect) -> str:  # noqa: PLR0911 - a case per effect
     match effect:
         case effects.OpenStream(said):
             held = f"{said.held.num_blocks} blocks of epoch {said.held.epoch}" if said.held else "nothing"
             return f"opens a stream as {said.boot_id}: holds {held}, newest epoch {said.last_epoch}"
-        case effects.Send(effects.Initialized(epoch, allocation)):
-            return f"sends: allocated {allocation.num_blocks} blocks for epoch {epoch}"
-        case effects.Send(effects.Heartbeat(sequence)):
-            return f"sends: heartbeat {sequence}"
-        case effects.Send(effects.Fenced(sequence, pending)):
-            return f"sends: fence {sequence} is enforced, pending {_numbers(pending)}"
-        case effects.Send(effects.SessionsGone(numbers)):
-            return f"sends: gone are sessions {_numbers(numbers)}"
-        case effects.Send(effects.Leave()):
-            return "sends: leave"
+        case effects.Send(message):
+            return f"sends: {_message(message)}"
         case effects.Allocate(planned):
             return f"allocates {planned.config.num_blocks} blocks for epoch {planned.epoch}"
         case effects.EpochBegan(ready):
@@ -221,6 +214,20 @@ def _line(effect: effects.Effect) -> str:  # noqa: C901, PLR0911 - a case per ef
             return f"joins again in {pause_seconds:g} s: {error.reason}"
         case effects.Failed(error):
             return f"has failed: {type(error).__name__}"
+
+
+def _message(message: effects.WorkerMessage) -> str:
+    match message:
+        case effects.Initialized(epoch, allocation):
+            return f"allocated {allocation.num_blocks} blocks for epoch {epoch}"
+        case effects.Heartbeat(sequence):
+            return f"heartbeat {sequence}"
+        case effects.Fenced(sequence, pending):
+            return f"fence {sequence} is enforced, pending {_numbers(pending)}"
+        case effects.SessionsGone(numbers):
+            return f"gone are sessions {_numbers(numbers)}"
+        case effects.Leave():
+            return "leave"
 
 
 def _numbers(numbers: Collection[int]) -> str:
