@@ -106,7 +106,7 @@ class SessionTranscript:
         self.transport.take_sent()
 
     def _do_append(self, name: str, *token_ids: str) -> None:
-        self._requests[name].append(map(int, token_ids))
+        self._requests[name].append([int(each) for each in token_ids])
 
     def _do_prompt(self, name: str, num_tokens: str) -> None:
         self._requests[name].num_prompt_tokens = int(num_tokens)
@@ -136,7 +136,7 @@ class SessionTranscript:
     def _operate(self, on: Session | StepBuilder, operation: str, *words: str, **options: str) -> Any:
         requests = [self._requests[word] for word in words if word.isalpha() and word in self._requests]
         numbers = [int(word) for word in words if word.isdigit()]
-        counts = {_OPTIONS[key]: int(value) for key, value in options.items() if key in _OPTIONS}
+        counts: dict[str, Any] = {_OPTIONS[key]: int(value) for key, value in options.items() if key in _OPTIONS}
         match operation:
             case "decode":
                 tokens = [int(each) for each in options["tokens"].split(",")] if "tokens" in options else None
