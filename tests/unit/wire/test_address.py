@@ -38,7 +38,7 @@ def test_addresses_are_accepted_or_refused_as_the_transcript_shows() -> None:
 
 
 def test_a_port_of_many_digits_is_refused() -> None:
-    with pytest.raises(ValueError, match=": needs a port of at most 65535$"):
+    with pytest.raises(ValueError, match="needs a port of at most 65535"):
         check_address("h:" + "9" * 5000)
 
 
