@@ -17,7 +17,7 @@ A part of a transcript begins with `mapped` or `connected`, each with a lender o
 | `fence 1 last=2 [live=1,2] [epoch=0]` | the lender sends a fence: sessions up to 2 have ended, except live ones |
 | `answers bind SESSION_ENDED` | the answer to such requests from now on: `usual`, `none`, `fence`, or of `ERRORS` |
 | `answer map` | the newest request of a kind, which had no answer, has the usual one |
-| `wait bind 2` | until 2 requests of a kind have come; sessions and fences that requests have named are shown |
+| `wait bind 2` | until 2 requests of a kind have come; sessions and fences that these name are shown |
 | `count fenced` | how many requests of a kind have come |
 | `last 3` | the kinds of the newest 3 requests |
 """
@@ -185,7 +185,7 @@ class LenderTranscript:
         self.fake.answer_last(kind)
 
     def _do_wait(self, kind: str, count: str = "1") -> None:
-        requests: list[Any] = self.fake.wait_for(kind, int(count))
+        requests: list[Any] = self.fake.wait_for(kind, int(count))[: int(count)]  # others may follow
         if kind == "bind":
             named = sorted((request.epoch, request.session_number) for request in requests)
             self._lines.append(f"bind: {' '.join(f'{number} in {epoch}' for epoch, number in named)}")

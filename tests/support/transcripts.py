@@ -6,6 +6,7 @@ it is committed.
 
 import os
 from collections.abc import Callable
+from difflib import unified_diff
 from pathlib import Path
 
 Execute = Callable[..., list[str]]
@@ -30,4 +31,5 @@ def check(path: Path, execute: Execute) -> None:
     if os.environ.get("KVPOOL_REWRITE"):
         path.write_text(replayed)
     else:
-        assert replayed == transcript
+        difference = unified_diff(transcript.splitlines(), replayed.splitlines(), str(path), "now", n=2, lineterm="")
+        assert replayed == transcript, "\n".join(difference)
