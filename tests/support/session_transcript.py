@@ -192,7 +192,10 @@ def _sent(step: Step) -> str:
 
 def _answer(answer: Any) -> str:
     if isinstance(answer, Answer):
-        return f"{answer.outcome.name} {answer.new_blocks}" if answer.outcome is not None else "no answer"
+        if answer.outcome is None:
+            return "no answer"
+        common = f", in common {answer.num_common_blocks}" if answer.num_common_blocks else ""
+        return f"{answer.outcome.name} {answer.new_blocks}{common}"
     if answer is None:
         return "done"
     if not answer.is_answered:

@@ -42,6 +42,7 @@ from support.rank_server import (
     plan_config,
     planned,
     ready,
+    registered,
 )
 from support.socket_server import SocketServer
 from support.torch import on_each_device
@@ -322,6 +323,16 @@ def test_another_plan_frees_the_tensors_before_it_allocates(server: RankServer, 
     while not runner.pools.empty():
         runner.pools.get()
     assert buffers.live_bytes == 0
+
+
+def test_a_silent_server_is_joined_again(server: RankServer, path: Path) -> None:
+    with Worker(settings(path), LAYERS):
+        stream = server.next_stream()
+        stream.is_answering = False
+        stream.next()
+        stream.say(registered(heartbeat=0.05, timeout=1.5))
+        assert server.next_stream().register().boot_id
+        assert len(stream.heartbeats) >= 3
 
 
 def test_a_worker_may_start_before_its_server(path: Path, caplog: pytest.LogCaptureFixture) -> None:
