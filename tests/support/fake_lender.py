@@ -74,6 +74,12 @@ class FakeLender:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
 
+    def replace_memory(self) -> None:
+        """Has other memory, of zeros, from now on."""
+        replacement = self.memory.with_name("other")
+        replacement.write_bytes(bytes(self.memory.stat().st_size))
+        replacement.replace(self.memory)
+
     def send(self, message: lending_pb2.LendResponse | bytes) -> None:
         """Sends something on the newest connection."""
         data = message if isinstance(message, bytes) else encode_message(message)

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import ChunkedLocalAttentionSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -13,8 +14,8 @@ EXPECTED_FIGURES: dict[str, list[str]] = json.loads((MODEL_CONFIGS.parent / "fig
 """By the name of a config: what `figures` returns."""
 
 
-def config(name: str) -> dict[str, object]:
-    data = json.loads((MODEL_CONFIGS / f"{name}.json").read_text())
+def config(name: str, folder: Path = MODEL_CONFIGS) -> dict[str, object]:
+    data = json.loads((folder / f"{name}.json").read_text())
     assert isinstance(data, dict)
     return data
 

@@ -1,7 +1,7 @@
 """Transcripts of replicas: a command per event, followed by what the replica does, as in the tests of etcd's raft.
 
 A command begins with `>`; the lines after it are its output, without those that did not change. `#` begins a comment.
-Servers have names of one letter. `replay` returns a transcript with the output that replicas give now.
+Servers have names of one letter.
 
     # b has caught up, so a adds it.
     > ack a b 7
@@ -67,18 +67,7 @@ _EVENTS: Final[dict[str, Callable[..., events.Event]]] = {
 }
 
 
-def replay(transcript: str) -> str:
-    """Executes the commands of a transcript. Returns it with the output that they have."""
-    shard, lines = _Shard(), []
-    for line in transcript.splitlines():
-        if line.startswith(">"):
-            lines += [line, *shard.execute(*line[1:].split())]
-        elif not line or line.startswith("#"):
-            lines.append(line)
-    return "\n".join(lines) + "\n"
-
-
-class _Shard:
+class ReplicaTranscript:
     """The directory and the servers of a shard. Nothing happens without a command."""
 
     def __init__(self) -> None:

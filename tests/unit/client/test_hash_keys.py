@@ -118,8 +118,3 @@ def test_plain_keys_of_later_blocks_contain_only_the_last_item() -> None:
     assert both.of_block(4, 8, KeyForm.PLAIN) == ["cat"]
     assert both.of_block(4, 8, KeyForm.PLAIN, resumed_at=4) is None
     assert hashes(both, KeyForm.PLAIN, steps=[4]) == hashes(last, KeyForm.PLAIN)
-
-
-def test_an_unregistered_algorithm_is_refused() -> None:
-    with pytest.raises(ValueError, match="'md5' is unknown"):
-        hasher(algorithm="md5")

@@ -32,36 +32,10 @@ def test_a_hash_covers_all_tokens_before_it() -> None:
     assert not set(other) & set(hashes())
 
 
-@pytest.mark.parametrize("form", KeyForm)
-def test_salt_lora_and_images_separate_requests(form: KeyForm) -> None:
-    image = MultiModalItem("img", 5, 3)
-    kinds = [
-        ExtraKeys(),
-        ExtraKeys(cache_salt="s"),
-        ExtraKeys(cache_salt="t"),
-        ExtraKeys(lora_name="l"),
-        ExtraKeys(mm_items=[image]),
-    ]
-    last = [hashes(keys, form)[-1] for keys in kinds]
-    assert len(set(last)) == len(kinds)
-    assert hashes(kinds[4], form)[0] == hashes(form=form)[0], "the image begins in the second block"
-
-
 def test_a_salt_that_spells_a_loras_name_stays_a_salt_where_keys_are_tagged() -> None:
     salted, adapted = ExtraKeys(cache_salt="x"), ExtraKeys(lora_name="x")
     assert hashes(salted)[0] != hashes(adapted)[0]
     assert hashes(salted, KeyForm.PLAIN)[0] == hashes(adapted, KeyForm.PLAIN)[0]
-
-
-def test_tagged_keys_contain_the_place_of_an_image() -> None:
-    one, other = (ExtraKeys(mm_items=[MultiModalItem("img", offset, 2)]) for offset in (4, 5))
-    assert hashes(one)[1] != hashes(other)[1]
-    assert hashes(one, KeyForm.PLAIN)[1] == hashes(other, KeyForm.PLAIN)[1]
-
-
-def test_tagged_hashes_do_not_depend_on_how_tokens_arrived() -> None:
-    keys = ExtraKeys(mm_items=[MultiModalItem("a", 3, 5), MultiModalItem("b", 9, 3)], cache_salt="s")
-    assert hashes(keys, pieces=(5, 6, 12, 13, 20)) == hashes(keys)
 
 
 def test_plain_keys_count_an_item_that_ends_where_hashing_resumes() -> None:

@@ -1,20 +1,16 @@
 """The state that a session keeps: nothing counts as sent until it is answered."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from kvpool.client import (
-    AbortedError,
     Allocation,
     Client,
-    DeadlineError,
     ExhaustedError,
     FullAttentionSpec,
-    InvalidArgumentError,
     KVCacheGroup,
-    NotFoundError,
-    Outcome,
     PoolConfig,
     PoolInfo,
     Request,
@@ -24,122 +20,34 @@ from kvpool.client import (
     connect,
 )
 from kvpool.client.blocking import run
-from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.ids import PoolName
-from kvpool.core.steps.columns import Step, StepResult
 from support.server import pool_config
+from support.session_transcript import RecordingTransport, SessionTranscript
+from support.transcripts import check
 
+PATHS = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
 PROMPT = list(range(13))
 
 
-class LossyTransport(EmbeddedTransport):
-    """Loses the answer to the next step if `lose` is set. The step is applied."""
-
-    lose = False
-
-    async def apply(self, session_id: str, step: Step) -> StepResult:
-        result = await super().apply(session_id, step)
-        if self.lose:
-            self.lose = False
-            raise DeadlineError("DEADLINE", "lost")
-        return result
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_a_session_does_what_the_transcript_shows(path: Path) -> None:
+    check(path, SessionTranscript().execute)
 
 
 @pytest.fixture
-def transport() -> LossyTransport:
-    transport = LossyTransport()
+def transport() -> RecordingTransport:
+    transport = RecordingTransport()
     run(transport.create_pool(pool_config()))
     return transport
 
 
 @pytest.fixture
-def session(transport: LossyTransport) -> Session:
+def session(transport: RecordingTransport) -> Session:
     return Client(transport).open_session("m")
 
 
-def info(transport: LossyTransport) -> PoolInfo:
+def info(transport: RecordingTransport) -> PoolInfo:
     return run(transport.get_pool("m"))
-
-
-def test_a_lost_answer_is_settled_without_doing_it_twice(transport: LossyTransport, session: Session) -> None:
-    request = session.request("r", PROMPT)
-    transport.lose = True
-    with pytest.raises(DeadlineError), session.step() as step:
-        answer = step.admit(request)
-    assert (answer.outcome, request.block_ids) == (None, [[]])
-    with pytest.raises(WrongStateError, match="settle"):
-        session.free(request)
-    session.settle()
-    assert (answer.outcome, request.block_ids) == (Outcome.OK, [[1, 2, 3, 4]])
-    assert info(transport).free_blocks == 95
-    session.free(request)
-    assert info(transport).free_blocks == 99
-
-
-def test_a_call_that_is_refused_settles_no_step(transport: LossyTransport, session: Session) -> None:
-    request = session.request("r", PROMPT)
-    transport.lose = True
-    with pytest.raises(DeadlineError):
-        session.admit(request)
-    with pytest.raises(InvalidArgumentError, match="executed_sequence"):
-        session.mark_executed(99)
-    with pytest.raises(WrongStateError, match="settle"):
-        session.free(request)
-    session.settle()
-    assert request.block_ids == [[1, 2, 3, 4]]
-    session.free(request)
-    assert info(transport).free_blocks == 99
-
-
-def test_a_refused_step_leaves_the_sessions_view_as_it_was(transport: LossyTransport, session: Session) -> None:
-    request = session.request("r", PROMPT)
-    before = info(transport)
-    with pytest.raises(InvalidArgumentError), session.step() as step:  # noqa: PT012 - the step is what raises
-        step.admit(request)
-        step.admit(session.request("too long", [0] * (session.config.max_model_len + 1)))
-    assert (session.sequence, request.declared, info(transport)) == (0, False, before)
-    assert session.admit(request) is not None
-
-
-def test_a_step_that_raises_is_not_sent(transport: LossyTransport, session: Session) -> None:
-    with pytest.raises(ZeroDivisionError), session.step() as step:  # noqa: PT012 - the step is what raises
-        step.admit(session.request("r", PROMPT))
-        raise ZeroDivisionError
-    assert (session.sequence, info(transport).requests) == (0, 0)
-
-
-def test_an_empty_step_is_not_sent(session: Session) -> None:
-    with session.step():
-        pass
-    assert session.sequence == 0
-
-
-def test_an_undeclared_request_cannot_be_named(session: Session) -> None:
-    request = session.request("r", PROMPT)
-    session.free(request)  # nothing to free, nothing to send
-    with pytest.raises(NotFoundError):
-        session.preempt(request)
-    with pytest.raises(NotFoundError):
-        session.cache_blocks(request, 4)
-
-
-def test_a_request_keeps_its_own_copy_of_the_table(session: Session) -> None:
-    request = session.request("r", PROMPT)
-    session.admit(request, 5)
-    assert (request.block_ids, request.num_computed_tokens) == ([[1, 2]], 5)
-    session.allocate_slots(request, 8)
-    assert (request.block_ids, request.num_computed_tokens) == ([[1, 2, 3, 4]], 13)
-    session.allocate_slots(request, 4, num_computed_tokens=11)
-    assert (request.block_ids, request.num_computed_tokens) == ([[1, 2, 3, 4]], 15)
-    session.preempt(request)
-    assert (request.block_ids, request.num_computed_tokens) == ([[]], 0)
-
-
-def test_a_closed_session_is_gone(session: Session) -> None:
-    session.close()
-    session.close()
-    with pytest.raises((NotFoundError, AbortedError)):
-        session.admit(session.request("r", PROMPT))
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:port", "host:99999", "unix:relative", ":1"])
@@ -170,7 +78,7 @@ def test_blocks_outside_a_window_are_null_in_the_sessions_table() -> None:
         assert other.block_ids == [[1, 2, 3, 4, 5, 13], [0, 0, 0, 9, 10, 14]]
 
 
-def hit_tokens(transport: LossyTransport, session: Session) -> int:
+def hit_tokens(transport: RecordingTransport, session: Session) -> int:
     with Client(transport).open_session("m") as other:
         hits = [each.get_computed_blocks(each.request("q", PROMPT)).num_tokens for each in (session, other)]
     assert hits[1] <= hits[0]
@@ -180,7 +88,7 @@ def hit_tokens(transport: LossyTransport, session: Session) -> int:
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])
 @pytest.mark.parametrize("reports", [True, False])
 def test_blocks_freed_before_their_step_ran_stay_hidden_from_other_sessions(
-    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None], *, reports: bool
+    transport: RecordingTransport, session: Session, leave: Callable[[Session, Request], None], *, reports: bool
 ) -> None:
     """As after an admission and a preemption before the step was executed."""
     if reports:
@@ -198,7 +106,7 @@ def test_blocks_freed_before_their_step_ran_stay_hidden_from_other_sessions(
 
 @pytest.mark.parametrize("leave", [Session.preempt, Session.free])
 def test_blocks_executed_before_a_free_are_hit_by_all_sessions(
-    transport: LossyTransport, session: Session, leave: Callable[[Session, Request], None]
+    transport: RecordingTransport, session: Session, leave: Callable[[Session, Request], None]
 ) -> None:
     request = session.request("r", PROMPT)
     session.admit(request)

@@ -28,6 +28,7 @@ from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
 from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
 from kvpool.gpu_worker.worker import RankPool, Worker, WorkerHooks
+from kvpool.v1 import worker_pb2
 from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
@@ -324,21 +325,6 @@ def test_another_plan_frees_the_tensors_before_it_allocates(server: RankServer, 
     assert buffers.live_bytes == 0
 
 
-def test_a_restarted_server_plans_with_the_held_tensors(path: Path) -> None:
-    server = RankServer(path)
-    with Worker(settings(path), LAYERS) as worker:
-        opened(server, worker)
-        server.stop()
-        wait_until(lambda: worker.status.phase.value == "rejoining")
-        worker.step(TableLease(1, SESSION)).done()
-        server = RankServer(path)
-        stream = server.next_stream()
-        assert stream.register().held.epoch == 1
-        assert stream.open(2, 10).num_blocks == 10
-        wait_until(lambda: worker.status.epoch == 2)
-    server.stop()
-
-
 def test_a_silent_server_is_joined_again(server: RankServer, path: Path) -> None:
     with Worker(settings(path), LAYERS):
         stream = server.next_stream()
@@ -458,25 +444,30 @@ def test_a_failing_release_hook_does_not_keep_the_tensors(server: RankServer, pa
         worker.wait_ready()
 
 
-def test_a_plan_that_cannot_be_laid_out_ends_the_rank(server: RankServer, path: Path) -> None:
+def torn_plan() -> worker_pb2.JoinResponse:
     config = plan_config(10)
-    torn = replace(config, tensors=config.tensors[:1])
+    return planned(1, 10, replace(config, tensors=config.tensors[:1]))
+
+
+def empty_plan() -> worker_pb2.JoinResponse:
+    plan = planned(1, 10)
+    plan.plan.num_blocks = 0
+    return plan
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [(torn_plan(), r"layer 'l\.\d' is in no buffer"), (empty_plan(), r"plan\.num_blocks: 0")],
+    ids=["torn", "empty"],
+)
+def test_a_plan_that_cannot_be_laid_out_ends_the_rank(
+    server: RankServer, path: Path, plan: worker_pb2.JoinResponse, message: str
+) -> None:
     with Worker(settings(path), LAYERS) as worker:
         stream = server.next_stream()
         stream.register()
-        stream.say(planned(1, 10, torn))
-        with pytest.raises(InvalidArgumentError, match=r"layer 'l\.\d' is in no buffer"):
-            worker.wait_ready(DEADLINE_SECONDS)
-
-
-def test_a_plan_without_blocks_ends_the_rank(server: RankServer, path: Path) -> None:
-    with Worker(settings(path), LAYERS) as worker:
-        stream = server.next_stream()
-        stream.register()
-        none = planned(1, 10)
-        none.plan.num_blocks = 0
-        stream.say(none)
-        with pytest.raises(InvalidArgumentError, match=r"plan\.num_blocks: 0"):
+        stream.say(plan)
+        with pytest.raises(InvalidArgumentError, match=message):
             worker.wait_ready(DEADLINE_SECONDS)
 
 

@@ -1,10 +1,5 @@
-"""Replicas do what their transcripts show: see `replica_transcript`.
+"""Replicas do what their transcripts show: see `replica_transcript`."""
 
-`KVPOOL_REWRITE=1 pytest tests/unit/server/cluster/test_replica.py` writes the output that replicas give now into the
-transcripts. Read each difference before it is committed.
-"""
-
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +13,8 @@ from kvpool.server.cluster.directory import MemberId
 from kvpool.server.cluster.replica import Replica
 from kvpool.server.cluster.standbys import NOTHING, Standbys
 from kvpool.server.cluster.transitions import TRANSITIONS, Transition
-from support.replica_transcript import replay
+from support.replica_transcript import ReplicaTranscript
+from support.transcripts import check, replay
 
 FOLDER: Final = Path(__file__).with_name("transcripts")
 PATHS: Final = sorted(FOLDER.glob("*.txt"))
@@ -26,12 +22,7 @@ PATHS: Final = sorted(FOLDER.glob("*.txt"))
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 def test_replicas_do_what_the_transcript_shows(path: Path) -> None:
-    transcript = path.read_text()
-    replayed = replay(transcript)
-    if os.environ.get("KVPOOL_REWRITE"):
-        path.write_text(replayed)
-    else:
-        assert replayed == transcript
+    check(path, ReplicaTranscript().execute)
 
 
 def _awaits_as_known(self: Replica) -> set[MemberId]:
@@ -103,4 +94,4 @@ def test_a_broken_rule_changes_its_transcript(monkeypatch: pytest.MonkeyPatch, r
     name, target, attribute, replacement = BROKEN[rule]
     monkeypatch.setattr(target, attribute, replacement)
     transcript = (FOLDER / f"{name}.txt").read_text()
-    assert replay(transcript) != transcript
+    assert replay(transcript, ReplicaTranscript().execute) != transcript

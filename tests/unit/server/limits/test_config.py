@@ -5,46 +5,7 @@ import pytest
 from kvpool.cli.serve_options import LIMITS_HELP
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import ExhaustedError
-from kvpool.server.config import ServerConfig
 from kvpool.server.limits.config import Limits
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("max_step_operations", 0),
-        ("max_step_operations", 65_537),
-        ("max_sessions", 0),
-        ("max_pool_sessions", 0),
-        ("max_token_sessions", 0),
-        ("max_token_pools", 0),
-        ("max_token_calls", 0),
-        ("max_total_requests", 0),
-        ("max_token_requests", 0),
-        ("max_session_requests", 0),
-        ("max_total_tokens", 0),
-        ("max_token_tokens", 0),
-        ("max_session_tokens", 0),
-        ("max_session_blocks", -1),
-        ("max_session_blocks", 2**31),
-        ("max_watches", 0),
-        ("max_waiting_steps", 0),
-        ("max_waiting_bytes", 0),
-        ("max_calls", 0),
-        ("max_connections", -1),
-        ("stall_seconds", 0.0),
-        ("stall_seconds", 3601.0),
-    ],
-)
-def test_out_of_range(field: str, value: float) -> None:
-    with pytest.raises(ValueError, match=f"{field}: {value} is not in"):
-        Limits(**{field: value})  # type: ignore[arg-type]
-
-
-def test_the_largest_message_can_wait() -> None:
-    with pytest.raises(ValueError, match="max_waiting_bytes: must be at least max_message_bytes, 16777216"):
-        ServerConfig(limits=Limits(max_waiting_bytes=2**24 - 1))
-    ServerConfig(limits=Limits(max_waiting_bytes=2**24))
 
 
 def test_every_limit_has_help() -> None:
