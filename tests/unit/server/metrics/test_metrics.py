@@ -9,7 +9,7 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import PoolState
 from kvpool.core.statistics import Histogram
 from kvpool.server.metrics.observations import LIMIT_REASONS, REFUSAL_REASONS, Observations
-from kvpool.server.metrics.server_metrics import sampler
+from kvpool.server.metrics.server_metrics import sampler, server_metrics
 from kvpool.v1 import pool_pb2
 from kvpool.v1.pool_pb2 import PoolConfig, PoolInfo, RankInfo, RankState
 from support.core import World
@@ -58,12 +58,6 @@ def test_every_sample_of_a_pool_matches_the_pool() -> None:
     assert value("kvpool_prefix_cache_gained_tokens_total", size="4") == 50
     journal = {name: samples[f"kvpool_journal_{name}", frozenset()] for name in ("up", "bytes", "records_total")}
     assert journal == {"up": 1, "bytes": 7, "records_total": 3}
-
-
-def test_a_server_without_a_cluster_has_no_samples_of_a_shard() -> None:
-    seen = Observations()
-    metrics = sampler(lambda: [sample_of(info_of(World()), seen)], seen, {}, with_vllm=False)()()
-    assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_shard_")]
 
 
 def test_a_forming_pool_is_exported_as_empty() -> None:
@@ -141,7 +135,7 @@ def test_credentials_and_limits_are_exported() -> None:
 
 
 def test_credentials_without_an_end_have_no_expiry() -> None:
-    metrics = sampler(list, Observations(), {"tokens": FixedCredentials(1.5, None)}, with_vllm=False)()()
+    metrics = server_metrics({"tokens": FixedCredentials(1.5, None)}, {}, None)
     names = [s.name for metric in metrics for s in metric.samples if s.name.startswith("kvpool_credentials_")]
     assert names == ["kvpool_credentials_age_seconds"]
 
@@ -156,7 +150,7 @@ def test_measurements_of_a_removed_pool_are_deleted() -> None:
 def test_a_sample_does_not_change_later() -> None:
     seen = Observations()
     seen.step(PoolName("m"), 1, 0.1)
-    render = sampler(lambda: [sample_of(info_of(World()), seen)], seen, {}, with_vllm=False)()
+    render = sampler(lambda: [sample_of(info_of(World()), seen)], seen, lambda _: (), with_vllm=False)()
     seen.step(PoolName("m"), 1, 0.1)
     counts = [s.value for m in render() for s in m.samples if s.name == "kvpool_step_seconds_count"]
     assert counts == [1]
