@@ -8,7 +8,7 @@ import grpc
 
 from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
 from kvpool.core.ids import PoolName, SessionNumber
-from kvpool.core.ranks.messages import Registration
+from kvpool.core.ranks.messages import Allocated, Registration
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.server.auth.caller import check_pool
 from kvpool.server.limits.streams import Context, StreamWriter, read_first
@@ -17,6 +17,7 @@ from kvpool.server.services.components import Components
 from kvpool.server.services.ranks import RankLink
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
+from kvpool.wire.fields import field_values
 from kvpool.wire.pools import mapping_processes_from_proto
 
 _FLUSH_SECONDS: Final = 1.0
@@ -81,7 +82,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Handles a message of a registered rank. Returns whether the rank has left."""
         match message.WhichOneof("message"):
             case "initialized":
-                self._ranks.initialized(link, wire_ranks.allocated_from_proto(message.initialized))
+                self._ranks.initialized(link, Allocated(**field_values(Allocated, message.initialized)))
             case "heartbeat":
                 heartbeat = message.heartbeat
                 processes = mapping_processes_from_proto(heartbeat.mapping_processes)
@@ -90,7 +91,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 pending = tuple(map(SessionNumber, message.fenced.pending_session_numbers))
                 self._ranks.fenced(link, message.fenced.fence_sequence, pending)
             case "sessions_gone":
-                self._ranks.sessions_gone(link, wire_ranks.sessions_gone_from_proto(message.sessions_gone))
+                self._ranks.sessions_gone(link, tuple(map(SessionNumber, message.sessions_gone.session_numbers)))
             case "leave":
                 self._ranks.leave(link)
                 return True
