@@ -26,7 +26,6 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         self._shard = shard
         self._addresses = addresses
         self._slots = StreamSlots(MAX_DIRECTORY_WATCHES, "TOO_MANY_STREAMS", "watches of shards")
-        self._stall_seconds = parts.config.limits.stall_seconds
 
     async def GetShard(self, _: directory_pb2.GetShardRequest, __: object) -> directory_pb2.GetShardResponse:
         return directory_pb2.GetShardResponse(shard=self._own())
@@ -37,7 +36,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         with (
             self._parts.calls.open() as call,
             self._slots.hold(),
-            StreamWriter(context, self._stall_seconds) as writer,
+            StreamWriter(context, self._parts.config.limits.stall_seconds) as writer,
         ):
             sent = None
             while True:

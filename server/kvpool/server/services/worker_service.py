@@ -28,13 +28,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one server."""
 
     def __init__(self, parts: Components) -> None:
-        self._calls = parts.calls
-        self._pools = parts.pools
-        self._ranks = parts.ranks
-        self._config = parts.config
+        self._parts = parts
 
     async def Join(self, _: object, context: Context) -> None:  # type: ignore[override]
-        with self._calls.open() as call:
+        with self._parts.calls.open() as call:
             await self._serve(call, context)
 
     async def _serve(self, call: OpenCall, context: Context) -> None:
@@ -45,7 +42,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         registration = self._check_register(message)
         name = PoolName(message.register.pool_name)
         link = self._register(call, name, registration)
-        sender = asyncio.create_task(_send(link, context, self._config.limits.stall_seconds))
+        sender = asyncio.create_task(_send(link, context, self._parts.config.limits.stall_seconds))
         try:
             while True:
                 with call.wait():
@@ -54,12 +51,12 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     return
         finally:
             link.outbox.put_nowait(None)
-            self._ranks.close_link(link)
+            self._parts.ranks.close_link(link)
             with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
 
     async def _read_first(self, context: Context) -> object:
-        timeout_seconds = self._config.rank_timing.heartbeat_timeout_seconds
+        timeout_seconds = self._parts.config.rank_timing.heartbeat_timeout_seconds
         timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
         return await read_first(context, timeout_seconds, timeout_error)
 
@@ -72,7 +69,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def _register(self, call: OpenCall, name: PoolName, registration: Registration) -> RankLink:
         try:
-            return self._ranks.register(call, name, registration)
+            return self._parts.ranks.register(call, name, registration)
         except InvalidArgumentError as error:
             if not error.field.startswith(("register.", "ranks[")):
                 error.rename_field(f"register.{error.field}")
@@ -82,18 +79,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Handles a message of a registered rank. Returns whether the rank has left."""
         match message.WhichOneof("message"):
             case "initialized":
-                self._ranks.initialized(link, Allocated(**field_values(Allocated, message.initialized)))
+                self._parts.ranks.initialized(link, Allocated(**field_values(Allocated, message.initialized)))
             case "heartbeat":
                 heartbeat = message.heartbeat
                 processes = mapping_processes_from_proto(heartbeat.mapping_processes)
-                self._ranks.heartbeat(link, heartbeat.sequence, processes)
+                self._parts.ranks.heartbeat(link, heartbeat.sequence, processes)
             case "fenced":
                 pending = tuple(map(SessionNumber, message.fenced.pending_session_numbers))
-                self._ranks.fenced(link, message.fenced.fence_sequence, pending)
+                self._parts.ranks.fenced(link, message.fenced.fence_sequence, pending)
             case "sessions_gone":
-                self._ranks.sessions_gone(link, tuple(map(SessionNumber, message.sessions_gone.session_numbers)))
+                self._parts.ranks.sessions_gone(link, tuple(map(SessionNumber, message.sessions_gone.session_numbers)))
             case "leave":
-                self._ranks.leave(link)
+                self._parts.ranks.leave(link)
                 return True
             case "register":
                 raise InvalidArgumentError("message", "the stream is already registered")
