@@ -19,7 +19,7 @@ from kvpool.cli import top_sample, top_view
 from kvpool.cli.top_sample import Sample
 from kvpool.client import PoolState, ReuseOrder, connect
 from kvpool.client.admin import AdminClient
-from kvpool.replay.play import PoolOptions
+from kvpool.replay.play import replay_pool
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import ChatShare
 from support.ranks import registration
@@ -28,7 +28,7 @@ from support.waiting import wait_until
 from support.wire_ranks import WireRank
 
 ADDRESS = "unix:/tmp/kvpool.sock"
-POOL = PoolOptions("llama-3.1-8b", 4000, 16, 8192, ReuseOrder.UNCACHED_FIRST)
+POOL = replay_pool("llama-3.1-8b", 4000, 16, 8192, ReuseOrder.UNCACHED_FIRST)
 RANKED = "gemma-3-27b"
 COLUMNS, LINES = 80, 16
 LOOKUPS = 400
@@ -72,7 +72,7 @@ def lose_a_rank() -> None:
 def sampled_at_work() -> tuple[Sample, Sample]:
     """Takes two samples, one second apart, while three schedulers play chats."""
     with connect(ADDRESS) as client:
-        POOL.create(client)
+        client.create_pool(POOL)
     players = [threading.Thread(target=chat, args=(index,)) for index in range(3)]
     for player in players:
         player.start()

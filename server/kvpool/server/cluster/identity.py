@@ -139,10 +139,7 @@ def read_identity(folder: Path) -> Identity | None:
     path = folder / _NAME
     damage = OSError(f"{path} is damaged; delete it if this server has no standby")
     try:
-        values = json.loads(path.read_text())
-        if isinstance(values, dict):
-            values.setdefault("known_revision", 0)  # a file from before revisions were kept
-        identity = from_plain(Identity, values)
+        identity = from_plain(Identity, json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, DamageError) as error:

@@ -85,7 +85,7 @@ class Journal:
         self._pools = PoolList(self._folder, self.state)
         self._log: FrameFile | None = None
         self._number = self.recovery.last_number
-        self._base = max(self._folder.snapshots(), default=0)
+        self._base = max(self._folder.numbers("snapshot"), default=0)
         self._base_mark = self._folder.mark_of(self._base)
         self._due = asyncio.Event()
         self._begun = asyncio.Event()
@@ -299,7 +299,7 @@ class Journal:
 
     def _rotate(self) -> None:
         """Begins the next log, and ends the one before it, which may be of an earlier process."""
-        before, log = self._log, self._folder.create_log(self._number + 1)
+        before, log = self._log, self._folder.create(self._folder.log(self._number + 1))
         if before:
             try:
                 before.append(_END)

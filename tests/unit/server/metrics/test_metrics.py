@@ -97,8 +97,8 @@ def test_calls_are_counted_by_method_and_code() -> None:
 def test_refusals_are_counted_by_reason_and_begin_with_0() -> None:
     seen = Observations()
     before = samples_of(scrape([], seen))
-    seen.refusal("ROLE")
-    seen.limit_refusal("OUT_OF_MEMORY")
+    seen.refusals["ROLE"] += 1
+    seen.limit_refusals["OUT_OF_MEMORY"] += 1
     after = samples_of(scrape([], seen))
     for name, reasons in (
         ("kvpool_door_refusals_total", REFUSAL_REASONS),
