@@ -61,12 +61,11 @@ def hand_over(*, address: str, as_json: bool) -> None:
 
 
 @shard.command("wait-in-sync")
-@click.option("--standbys", type=click.IntRange(1), default=1, show_default=True, help="How many must be in sync.")
+@click.option("--standbys", type=click.IntRange(1), default=1, help="How many must be in sync.")
 @click.option(
     "--wait-seconds",
     type=click.FloatRange(0),
     default=60.0,
-    show_default=True,
     help="How long to wait until the servers are in sync.",
 )
 @server_options
