@@ -152,10 +152,10 @@ def serve(
     try:
         if config.journal.folder:
             check_folder(Path(config.journal.folder))
-        exit_ = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
+        restarts = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except (OSError, ValueError) as error:
         raise click.ClickException(as_given(str(error))) from error
-    if exit_ is app.Exit.RESTART:  # in another role: with nothing of its state
+    if restarts:  # in another role: with nothing of its state
         logging.shutdown()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the program itself
 

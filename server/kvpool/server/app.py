@@ -6,7 +6,6 @@ import random
 import secrets
 import signal
 from collections.abc import Callable, Coroutine
-from enum import Enum
 from functools import partial
 from typing import Any, Final
 
@@ -74,13 +73,6 @@ _RECHECK_SECONDS: Final = 1.0
 """Interval at which credentials, and the tokens of open calls, are checked again."""
 
 _log = logging.getLogger("kvpool.server")
-
-
-class Exit(Enum):
-    """What a process does when its server has ended: it stops, or starts again, as a standby."""
-
-    STOP = "stop"
-    RESTART = "restart"
 
 
 class Server:
@@ -232,16 +224,20 @@ class Server:
         self.components.calls.end_all(error)
         self.is_deposed.set()
 
-    async def run_until_over(self) -> Exit:
-        """Waits until the server should stop, hands over to a standby, and stops."""
+    async def run_until_over(self) -> bool:
+        """Waits until the server should stop, hands over to a standby, and stops.
+
+        Returns:
+            Whether the process should start again, as a standby.
+        """
         waits = [asyncio.create_task(self.components.shutdown.wait()), asyncio.create_task(self.is_deposed.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        exit_ = Exit.STOP if waits[0].done() else Exit.RESTART
+        restarts = not waits[0].done()
         for wait in waits:
             wait.cancel()
         await self.hand_over()
         await self.stop()
-        return exit_
+        return restarts
 
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""
@@ -319,16 +315,18 @@ async def serve(
     config: ServerConfig,
     ready: Callable[[list[str]], None] | None = None,
     faults: FaultPoints = NO_FAULTS,
-) -> Exit:
+) -> bool:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
 
-    A primary of a shard hands over to a standby before it stops. One that is deposed ends its calls, and returns
-    `Exit.RESTART`.
+    A primary of a shard hands over to a standby before it stops. One that is deposed ends its calls.
 
     Args:
         config: The settings.
         ready: Called with the addresses when the server listens.
         faults: Fault points; tests arm them.
+
+    Returns:
+        Whether the process should start again, as a standby.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -343,12 +341,12 @@ async def serve(
     collect_old_garbage_rarely()
     if ready:
         ready(addresses)
-    if await server.run_until_over() is Exit.RESTART:
-        return Exit.RESTART
+    if await server.run_until_over():
+        return True
     for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
-    return Exit.STOP
+    return False
 
 
 def _journal(config: ServerConfig, new_state: Callable[[], State], faults: FaultPoints) -> Journal | None:

@@ -34,6 +34,8 @@ from kvpool.server.metrics.observations import JournalCounts
 
 CHECK_SECONDS: Final = 1.0
 """Interval at which a running server checks that its files are in place."""
+RETRY_SECONDS: Final = 5.0
+"""Time after which a journal that could not be written is started again."""
 _END: Final = encode_frame(FrameKind.END, b"")
 
 _log = logging.getLogger("kvpool.server")
@@ -158,7 +160,7 @@ class Journal:
                 _log.exception("bug", extra={"method": "write_journal"})
                 self._give_up("BUG", "a snapshot failed")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.retry_seconds):
+                async with asyncio.timeout(RETRY_SECONDS):
                     await self._is_replaced.wait()
             self._due.set()
 
