@@ -14,7 +14,7 @@ def shard_member(role: Role = Role.PRIMARY) -> ShardMember:
     confirm_seconds.observe(0.5)
     standby = SimpleNamespace(acknowledged=4, lag_seconds=lambda _: 0.2)
     member = SimpleNamespace(
-        name="prod/llama",
+        name="llama",
         replica=SimpleNamespace(
             role=role,
             known_term=7,

@@ -80,7 +80,7 @@ cluster_options: Final = together(
     text_option(
         "--cluster",
         "URL",
-        "Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/CLUSTER says who is the "
+        "Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/SHARD says who is the "
         "primary. Needs a journal. Off by default; see docs/how-to/high-availability.md.",
     ),
     config_options(ClusterConfig(), etcd_user="User of etcd, if etcd requires one."),
@@ -96,7 +96,6 @@ cluster_options: Final = together(
     ),
     config_options(
         ClusterConfig(),
-        shard="Name of the shard. Servers with the same name hold the same pools.",
         standbys="Number of standbys that the shard should have; fewer are reported as missing.",
         claim_term="Begin this term, whatever the directory holds: the way out when the directory or all other servers "
         "of the shard are lost. No effect once a server has seen the term.",

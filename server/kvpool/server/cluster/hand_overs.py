@@ -31,7 +31,7 @@ class HandOvers:
     Args:
         driver: Runs the replica.
         check: The standbys that it accepts.
-        shard: `CLUSTER/SHARD`.
+        shard: Name of the shard.
     """
 
     def __init__(self, driver: Driver, check: StandbyCheck, shard: str) -> None:

@@ -52,7 +52,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         if self._shard is None:
             member = directory_pb2.Member(member_id=self._parts.boot_id, addresses=self._addresses, is_primary=True)
             return directory_pb2.Shard(primary_addresses=self._addresses, members=[member])
-        shard, record = directory_pb2.Shard(name=self._shard.shard), self._shard.replica.entry.record
+        shard, record = directory_pb2.Shard(name=self._shard.name), self._shard.replica.entry.record
         if record:
             shard.term = record.term
             for each in sorted(record.in_sync, key=lambda each: each.member_id != record.primary):

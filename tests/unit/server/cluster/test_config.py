@@ -11,13 +11,12 @@ GOOD: dict[str, Any] = {"url": "etcd://h:1/c", "replication_listen": "127.0.0.1:
 
 def test_a_server_alone_needs_no_settings() -> None:
     assert not ClusterConfig().url
-    ClusterConfig(shard="not a name", min_in_sync=0)
+    ClusterConfig(min_in_sync=0)
 
 
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        ("shard", ["a", "A.b_c-9", "x" * 64]),
         ("advertise", [("h:1", "[::1]:2"), ()]),
         ("replication_advertise", ["h:1", ""]),
         ("min_in_sync", [1, 8]),
@@ -37,7 +36,6 @@ def test_the_bounds_are_accepted(name: str, values: list[object]) -> None:
     ("name", "values"),
     [
         ("replication_listen", ["", "h", "unix:/s", ":1", "h:99999"]),
-        ("shard", ["a/b", "x" * 65, "a b", "ä"]),
         ("advertise", [("h",), ("h:1", "unix:/s")]),
         ("replication_advertise", ["h", "h:1,h:2"]),
         ("min_in_sync", [0, 9]),

@@ -8,15 +8,15 @@ from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.wire.channels import TlsConfig
 
 
-def test_a_url_names_endpoints_and_the_cluster() -> None:
+def test_a_url_names_endpoints_and_the_shard() -> None:
     assert EtcdConfig.parse("etcd://a:2379,[::1]:2379/prod.1_x-y") == EtcdConfig(("a:2379", "[::1]:2379"), "prod.1_x-y")
 
 
 @pytest.mark.parametrize("url", ["etcd://a:2379", "etcd://a:2379/"])
-def test_the_cluster_can_be_left_out(url: str) -> None:
+def test_the_shard_can_be_left_out(url: str) -> None:
     config = EtcdConfig.parse(url)
-    assert (config.endpoints, config.cluster) == (("a:2379",), "default")
-    assert config.prefix == b"/kvpool/default/"
+    assert (config.endpoints, config.shard) == (("a:2379",), "main")
+    assert config.key == b"/kvpool/main"
 
 
 def test_the_scheme_or_settings_turn_tls_on() -> None:

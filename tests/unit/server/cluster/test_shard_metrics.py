@@ -10,7 +10,7 @@ import pytest
 from kvpool.core.state import State
 from kvpool.server.cluster import events
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import DirectoryError, Member, MemberId, ShardName, VersionedRecord
+from kvpool.server.cluster.directory import DirectoryError, Member, MemberId, VersionedRecord
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.member_settings import MemberSettings
@@ -36,8 +36,8 @@ class _Directory(MemoryDirectory):
         super().__init__(Store())
         self.went_down = asyncio.Event()
 
-    async def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
-        yield await self.get(shard)
+    async def watch(self) -> AsyncIterator[VersionedRecord]:
+        yield await self.get()
         await self.went_down.wait()
         raise DirectoryError("is down")
 
@@ -59,9 +59,9 @@ class _Transport(asyncio.Transport):
 def member_in(folder: Path, directory: _Directory) -> ShardMember:
     journal = journal_in(folder)
     begin(journal)
-    config = ClusterConfig(url="etcd://e:2379/prod", shard="llama", replication_listen="127.0.0.1:1")
-    identity = IdentityFile(folder, "prod/llama")
-    settings = MemberSettings(config, "prod/llama", Member(identity.identity.member_id, ("a:1",), "a:2"))
+    config = ClusterConfig(url="etcd://e:2379/llama", replication_listen="127.0.0.1:1")
+    identity = IdentityFile(folder, "llama")
+    settings = MemberSettings(config, "llama", Member(identity.identity.member_id, ("a:1",), "a:2"))
     return ShardMember(settings, directory, identity, ReplicatedState(journal, State, StoppedClock()), NoServer())
 
 
@@ -71,7 +71,7 @@ def values(member: ShardMember) -> dict[str, float]:
     for metric in shard_metrics(member):
         for each in metric.samples:
             labels = dict(each.labels)
-            assert labels.pop("shard") == "prod/llama"
+            assert labels.pop("shard") == "llama"
             found[" ".join((each.name.removeprefix("kvpool_shard_"), *labels.values()))] = each.value
     return found
 
@@ -123,7 +123,7 @@ async def test_a_primary_is_alone_until_a_standby_is_in_sync(tmp_path: Path) -> 
         assert alone["standbys_missing"] == 1
         connection, transport = StandbyConnection(shard.replicator), _Transport()
         connection.connection_made(transport)
-        hello = Hello(VERSION, "prod/llama", core_fingerprint(), "", STANDBY, 1, 0, -1)
+        hello = Hello(VERSION, "llama", core_fingerprint(), "", STANDBY, 1, 0, -1)
         connection.data_received(to_frame(hello))
         async with asyncio.timeout(WAIT_SECONDS):
             while not connection.is_live:  # noqa: ASYNC110 - there is no event
