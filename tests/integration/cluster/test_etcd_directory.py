@@ -167,7 +167,7 @@ async def test_authentication(tmp_path: Path, open_directory: OpenDirectory) -> 
     password = tmp_path / "password"
     password.write_text("first\n")
     with etcd_cluster() as etcd:
-        etcd.enable_authentication("kvpool", "first", "/kvpool/main")
+        etcd.enable_authentication("kvpool", "first", "/kvpool/default")
         directory = open_directory(etcd.endpoints, user="kvpool", password_file=password)
         created = await swap(directory, 0, ONE)
         async with contextlib.aclosing(directory.watch()) as changes:

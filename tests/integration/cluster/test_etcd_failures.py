@@ -17,7 +17,7 @@ from support.waiting import DEADLINE_SECONDS
 from .conftest import OpenDirectory
 
 pytestmark = [needs_etcd, pytest.mark.slow]
-KEY = b"/kvpool/main"
+KEY = b"/kvpool/default"
 RECORDS = [record_of(term) for term in range(1, 6)]
 FAILURES: list[Callable[[EtcdNode], None]] = [EtcdNode.kill, EtcdNode.pause]
 
