@@ -165,7 +165,7 @@ class Server:
             await self.shard.replicator.listen()
         if self._config.metrics.address:
             self._metrics = self._status.serve()
-            self._run(self._status.watch(), "watch_status")
+            self._run(self._status.collector.watch(), "watch_status")
         await self._server.start()
         if self._journal:
             self._run(self._journal.run(), "write_journal")

@@ -41,6 +41,7 @@ class Status:
 
     Attributes:
         is_started: Whether the server listens.
+        collector: Copies what the status page shows.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that have a state
@@ -61,7 +62,7 @@ class Status:
         self._credentials = {kind: each for kind, each in files if each}
         self._journal = journal
         self._shard = shard
-        self._collector = StatusCollector(parts, shard, self.readiness, server_info)
+        self.collector = StatusCollector(parts, shard, self.readiness, server_info)
 
     def serve(self) -> HttpServer:
         """Serves it at the configured address.
@@ -75,16 +76,12 @@ class Status:
         loop = asyncio.get_running_loop()
         try:
             pages = MetricsPages(LoopCollector(loop, sample), lambda: on_loop(loop, self.readiness))
-            status_pages = StatusPages(lambda: awaited_from(loop, self._collector.copy))
+            status_pages = StatusPages(lambda: awaited_from(loop, self.collector.copy))
             server = HttpServer(host, port, {**pages.handlers, **status_pages.handlers})
         except OSError as error:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
-
-    async def watch(self) -> None:
-        """See `StatusCollector.watch`."""
-        await self._collector.watch()
 
     def readiness(self) -> Readiness:
         """Whether the server can be used, and why not."""

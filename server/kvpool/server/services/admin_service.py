@@ -219,7 +219,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.RemovePoolResponse()
 
     async def HandOver(self, _: admin_pb2.HandOverRequest, __: object) -> admin_pb2.HandOverResponse:
-        shard = self._own_shard()
+        shard = self._shard
+        if shard is None:
+            raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
         if not await shard.hand_overs.run(self.turns.hold, self.turns.resume):
             raise WrongStateError("NO_STANDBY", "no standby is in sync, or it did not take over in time")
         now = shard.replica.not_primary_error
@@ -227,11 +229,6 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def _describe(self, pool: KVCacheManager, session: Session) -> admin_pb2.SessionInfo:
         return picture.session_info(pool, session, self._parts.executor.clock.now_seconds())
-
-    def _own_shard(self) -> ShardMember:
-        if self._shard is None:
-            raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
-        return self._shard
 
     def _open_pool(self, name: str) -> KVCacheManager:
         self._parts.pools.check_formed(name)

@@ -31,14 +31,15 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._parts = parts
 
     async def Join(self, _: object, context: Context) -> None:  # type: ignore[override]
+        seconds = self._parts.config.rank_timing.heartbeat_timeout_seconds
         with self._parts.calls.open() as call:
-            await self._serve(call, context)
+            with call.wait():
+                error = AbortedError("NOT_REGISTERED", f"no message arrived within {seconds:g} s")
+                message = await read_first(context, seconds, error)
+            if isinstance(message, worker_pb2.JoinRequest):  # else EOF: the rank closed its side
+                await self._serve(call, context, message)
 
-    async def _serve(self, call: OpenCall, context: Context) -> None:
-        with call.wait():
-            message = await self._read_first(context)
-        if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
-            return
+    async def _serve(self, call: OpenCall, context: Context, message: worker_pb2.JoinRequest) -> None:
         registration = self._check_register(message)
         name = PoolName(message.register.pool_name)
         link = self._register(call, name, registration)
@@ -54,11 +55,6 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             self._parts.ranks.close_link(link)
             with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
-
-    async def _read_first(self, context: Context) -> object:
-        timeout_seconds = self._parts.config.rank_timing.heartbeat_timeout_seconds
-        timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
-        return await read_first(context, timeout_seconds, timeout_error)
 
     def _check_register(self, message: worker_pb2.JoinRequest) -> Registration:
         if message.WhichOneof("message") != "register":
