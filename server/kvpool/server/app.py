@@ -19,6 +19,7 @@ from kvpool.core.errors import NotPrimaryError
 from kvpool.core.memory_probe import process_memory
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
+from kvpool.server.auth.permissions import RULES
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM, ShardMember
@@ -43,28 +44,14 @@ from kvpool.server.services.standard_service import Health, Reflection
 from kvpool.server.services.worker_service import WorkerService
 from kvpool.server.shutdown import stopping_error
 from kvpool.server.status import Status
-from kvpool.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    allocator_pb2,
-    allocator_pb2_grpc,
-    directory_pb2,
-    directory_pb2_grpc,
-    event_pb2,
-    event_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from kvpool.v1 import admin_pb2_grpc, allocator_pb2_grpc, directory_pb2_grpc, event_pb2_grpc, worker_pb2_grpc
 from kvpool.wire.address import BoundSocket, bind_error, ip_addresses
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.http_server import HttpServer
 
-_SERVICES = tuple(
-    service.full_name
-    for file in (admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker_pb2)
-    for service in file.DESCRIPTOR.services_by_name.values()
-)
-_DIRECTORY: Final = directory_pb2.DESCRIPTOR.services_by_name["DirectoryService"].full_name
+_SERVICES: Final = frozenset(method.partition("/")[0] for method in RULES if method.startswith("kvpool."))
+"""The names of kvpool's services: each of their methods has a rule."""
+_DIRECTORY: Final = "kvpool.v1.DirectoryService"
 """The service that also a standby serves."""
 
 _RESTART_GRACE_SECONDS: Final = 0.2

@@ -80,7 +80,8 @@ class StatusPages:
         if asyncio.get_running_loop().time() >= self._due_seconds:
             if self._copying is None or self._copying.done():
                 self._copying = asyncio.create_task(self._refresh())
-                self._copying.add_done_callback(_retrieved)  # also if all who waited for it have left
+                # Its error counts as seen, also if all who waited for it have left.
+                self._copying.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._copying)  # others may wait for it, too
         return self._newest
 
@@ -136,11 +137,6 @@ class StatusPages:
     async def _send(self, response: web.StreamResponse, content: bytes) -> None:
         async with asyncio.timeout(ANSWER_SECONDS):
             await response.write(content)
-
-
-def _retrieved(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
 
 
 def _file_handler(name: str, content_type: str) -> Handler:
