@@ -46,7 +46,7 @@ def main() -> None:
         server.stop()
     screen = top_view.Screen(COLUMNS, LINES)
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    for line in top_view.lines(screen, ADDRESS, now, top_sample.between(before, now)):
+    for line in top_view.lines(screen, ADDRESS, top_sample.since(before, now)):
         console.print(line, no_wrap=True, overflow="crop", highlight=False)
     picture = console.export_svg(title="kvpool top", theme=MONOKAI, unique_id="kvpool-top")
     without_fonts = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # the picture must not load fonts
