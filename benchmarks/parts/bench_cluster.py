@@ -54,7 +54,7 @@ class Process:
 def member(folder: Path, etcd: EtcdCluster, shard: str, *options: str) -> Process:
     """Starts a server of a shard."""
     # A cluster each: in one, the second client would be sent to the shard that has the pool.
-    cluster = ["--cluster", f"etcd://{','.join(etcd.endpoints)}/{shard}", "--shard", shard]
+    cluster = ["--cluster", f"etcd://{','.join(etcd.endpoints)}/{shard}"]
     return Process(folder, *cluster, "--replication-listen", f"127.0.0.1:{free_port()}", *options)
 
 

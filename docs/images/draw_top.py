@@ -19,7 +19,7 @@ from kvpool.cli import top_sample, top_view
 from kvpool.cli.top_sample import Sample
 from kvpool.client import PoolState, ReuseOrder, connect
 from kvpool.client.admin import AdminClient
-from kvpool.replay.play import PoolOptions
+from kvpool.replay.play import replay_pool
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import ChatShare
 from support.ranks import registration
@@ -28,7 +28,7 @@ from support.waiting import wait_until
 from support.wire_ranks import WireRank
 
 ADDRESS = "unix:/tmp/kvpool.sock"
-POOL = PoolOptions("llama-3.1-8b", 4000, 16, 8192, ReuseOrder.UNCACHED_FIRST)
+POOL = replay_pool("llama-3.1-8b", 4000, 16, 8192, ReuseOrder.UNCACHED_FIRST)
 RANKED = "gemma-3-27b"
 COLUMNS, LINES = 80, 16
 LOOKUPS = 400
@@ -46,7 +46,7 @@ def main() -> None:
         server.stop()
     screen = top_view.Screen(COLUMNS, LINES)
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    for line in top_view.lines(screen, ADDRESS, now, top_sample.between(before, now)):
+    for line in top_view.lines(screen, ADDRESS, top_sample.since(before, now)):
         console.print(line, no_wrap=True, overflow="crop", highlight=False)
     picture = console.export_svg(title="kvpool top", theme=MONOKAI, unique_id="kvpool-top")
     without_fonts = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL)  # the picture must not load fonts
@@ -72,7 +72,7 @@ def lose_a_rank() -> None:
 def sampled_at_work() -> tuple[Sample, Sample]:
     """Takes two samples, one second apart, while three schedulers play chats."""
     with connect(ADDRESS) as client:
-        POOL.create(client)
+        client.create_pool(POOL)
     players = [threading.Thread(target=chat, args=(index,)) for index in range(3)]
     for player in players:
         player.start()

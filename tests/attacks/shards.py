@@ -11,7 +11,6 @@ from support.etcd import EtcdCluster
 from support.server import CommandLineServer, free_port
 from support.waiting import wait_until
 
-_CLUSTER, _SHARD = "attacks", "main"
 _PATIENT = ("--takeover-seconds", "60", "--standby-timeout-seconds", "60")
 """No server loses its role because the machine is busy."""
 _ANSWER_SECONDS = 10.0
@@ -21,12 +20,12 @@ class ShardTarget(Target):
     """A primary. See `Target`.
 
     Attributes:
-        shard: Name of the shard, with that of the cluster.
+        shard: Name of the shard.
         standby: The standby's process.
         replication_port: Port at which standbys connect.
     """
 
-    shard = f"{_CLUSTER}/{_SHARD}"
+    shard = "attacks"
 
     def __init__(self, *arguments: Any) -> None:
         self.replication_port = free_port()
@@ -48,7 +47,7 @@ class ShardTarget(Target):
         token = self.folder / "standby.token"
         token.write_text(secret_of("standby"))
         token.chmod(0o600)
-        options: list[object] = ["--cluster", f"etcd://{self._etcd.endpoints[0]}/{_CLUSTER}", "--shard", _SHARD]
+        options: list[object] = ["--cluster", f"etcd://{self._etcd.endpoints[0]}/{self.shard}"]
         options += ["--replication-listen", f"127.0.0.1:{replication_port}", *_PATIENT]
         return [*options, "--replication-tls-ca", self.authority.path, "--replication-token-file", token]
 

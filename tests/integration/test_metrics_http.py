@@ -392,15 +392,16 @@ async def test_a_server_without_its_journal_is_ready_and_reports_the_reason(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("kvpool.server.journal.folder.write_whole", refuse)
-    port = free_port()
-    addresses, journal = (f"unix:{tmp_path / 's'}",), JournalConfig(str(tmp_path / "journal"), retry_seconds=0.01)
-    server = Server(ServerConfig(addresses, metrics=MetricsConfig(f"127.0.0.1:{port}"), journal=journal))
-    await server.start()
-    pages = [await asyncio.to_thread(fetch, port, path) for path in ("/readyz", "/healthz")]
-    reason = "the journal is down: WRITE_FAILED: No space left on device"
-    assert pages == [(200, f"ok; {reason}\n"), (200, "ok\n")]
-    monkeypatch.undo()
+    monkeypatch.setattr("kvpool.server.journal.journal.RETRY_SECONDS", 0.01)
+    with monkeypatch.context() as failing:
+        failing.setattr("kvpool.server.journal.folder.write_whole", refuse)
+        port = free_port()
+        addresses, journal = (f"unix:{tmp_path / 's'}",), JournalConfig(str(tmp_path / "journal"))
+        server = Server(ServerConfig(addresses, metrics=MetricsConfig(f"127.0.0.1:{port}"), journal=journal))
+        await server.start()
+        pages = [await asyncio.to_thread(fetch, port, path) for path in ("/readyz", "/healthz")]
+        reason = "the journal is down: WRITE_FAILED: No space left on device"
+        assert pages == [(200, f"ok; {reason}\n"), (200, "ok\n")]
     while await asyncio.to_thread(fetch, port, "/readyz") != (200, "ok\n"):  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0.01)
     await server.stop()

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.state import State
-from kvpool.server.cluster.directory import ShardName, ShardRecord
+from kvpool.server.cluster.directory import ShardRecord
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.shard_member import ShardMember
 from simulation.byte_streams import ByteStreams
@@ -32,7 +32,6 @@ from simulation.virtual_loop import Killed, Process, VirtualLoop, current_proces
 from simulation.world import DEAD_PEER_SECONDS, POOL, draw_world
 from support.memory_directory import Store
 
-SHARD = ShardName("main")
 TIMING = RankTiming(heartbeat_seconds=0.25, heartbeat_timeout_seconds=1.0, grace_seconds=2.0)
 FAULTS_UNTIL_SECONDS = 6.0
 LIMIT_SECONDS = 120.0
@@ -288,7 +287,7 @@ class Schedule:
 
         Nothing that the old ones have sent may still be on its way then.
         """
-        record = self._store.get(SHARD).record
+        record = self._store.get().record
         if record is None or any(self.processes[name].is_dead for name in self.draw.servers):
             return
         self.trace("all machines are lost")

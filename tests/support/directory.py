@@ -8,14 +8,11 @@ from kvpool.server.cluster.directory import (
     DirectoryError,
     Member,
     MemberId,
-    ShardName,
     ShardRecord,
     SwapResult,
     VersionedRecord,
 )
 from support.waiting import DEADLINE_SECONDS
-
-SHARD = ShardName("s")
 
 
 def member_of(name: str) -> Member:
@@ -29,12 +26,12 @@ def record_of(term: int = 1, *members: str, change_id: str = "") -> ShardRecord:
     return ShardRecord(term, MemberId(ids[0]), tuple(map(member_of, sorted(ids))), change_id or f"change-{term}")
 
 
-async def swap(directory: Directory, revision: int, record: ShardRecord, shard: ShardName = SHARD) -> SwapResult:
+async def swap(directory: Directory, revision: int, record: ShardRecord) -> SwapResult:
     """Repeats a swap until its outcome is known: a busy machine may answer too late."""
     async with asyncio.timeout(DEADLINE_SECONDS):
         while True:
             try:
-                return await directory.compare_and_swap(shard, revision, record)
+                return await directory.compare_and_swap(revision, record)
             except DirectoryError:
                 await asyncio.sleep(0.05)
 

@@ -1,7 +1,7 @@
 """Makes the metrics of a server and of a rank without running one, and reads them as Prometheus does."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
@@ -17,13 +17,14 @@ from kvpool.gpu_worker.rank_protocol import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.gpu_worker.worker_metrics import WorkerCollector
+from kvpool.server.cluster.shard_metrics import shard_metrics
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
-from kvpool.server.metrics.server_metrics import sampler
+from kvpool.server.metrics.server_metrics import sampler, server_metrics
 from kvpool.v1.pool_pb2 import PoolInfo, RankInfo, RankState
 from kvpool.wire.metrics_pages import LogCollector
 from support.core import World
-from support.shard_figures import shard_sample
+from support.shard_figures import shard_member
 
 LIMITS: Final = (
     *("max_memory_bytes", "container_memory", "journal_max_bytes"),
@@ -78,17 +79,15 @@ def scrape(pools: list[tuple[PoolInfo, BlockLifetimes | None]], seen: Observatio
     def sample_pools() -> list[PoolSample]:
         return [sample_of(info, seen, kept) for info, kept in pools]
 
+    def other_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
+        credentials = {"tokens": FixedCredentials(1.5, 1.9e9), "certificates": FixedCredentials(0.5, 2e9)}
+        journal = JournalCounts(is_up=True, size_bytes=7, records=3)
+        yield from server_metrics(credentials, dict.fromkeys(LIMITS, len(pools) / 4), journal)
+        yield from shard_metrics(shard_member())
+
     registry = CollectorRegistry()
     registry.register(LogCollector())  # the HTTP server adds it
-    sample = sampler(
-        sample_pools,
-        seen,
-        {"tokens": FixedCredentials(1.5, 1.9e9), "certificates": FixedCredentials(0.5, 2e9)},
-        with_vllm=with_vllm,
-        journal=JournalCounts(is_up=True, size_bytes=7, records=3),
-        sample_cluster=shard_sample,
-        sample_limits=lambda pools: dict.fromkeys(LIMITS, len(pools) / 4),
-    )
+    sample = sampler(sample_pools, seen, other_metrics, with_vllm=with_vllm)
     registry.register(_Fixed(sample()()))
     return generate_latest(registry).decode()
 

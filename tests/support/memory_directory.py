@@ -1,4 +1,4 @@
-"""A directory of shards in memory, for several servers in one event loop."""
+"""A directory in memory, for several servers in one event loop."""
 
 import asyncio
 from collections import deque
@@ -7,7 +7,7 @@ from enum import Enum
 from functools import partial
 from typing import TypeVar
 
-from kvpool.server.cluster.directory import DirectoryError, ShardName, ShardRecord, SwapResult, VersionedRecord
+from kvpool.server.cluster.directory import DirectoryError, ShardRecord, SwapResult, VersionedRecord
 
 _T = TypeVar("_T")
 
@@ -20,36 +20,30 @@ class Fate(Enum):
 
 
 class Store:
-    """The records of all shards.
+    """The record of a shard.
 
     Args:
         written: Called with each record that is written, and the one that it replaces.
 
     Attributes:
-        entries: The entries as they are, with those of deleted records, as a watch yields them.
+        entry: The entry, after a deletion with its revision, as a watch yields it.
         history: Every record that was written.
     """
 
     def __init__(self, written: Callable[[ShardRecord | None, ShardRecord], None] = lambda *_: None) -> None:
-        self.entries: dict[ShardName, VersionedRecord] = {}
+        self.entry = VersionedRecord(0, None)
         self.history: list[ShardRecord] = []
         self.changed = asyncio.Event()
         """Set, and replaced, with each change."""
         self._written = written
 
-    def get(self, shard: ShardName) -> VersionedRecord:
-        """The entry of a shard."""
-        entry = self.watched(shard)
-        return entry if entry.record else VersionedRecord(0, None)
+    def get(self) -> VersionedRecord:
+        """The entry; without a record it has no revision."""
+        return self.entry if self.entry.record else VersionedRecord(0, None)
 
-    def watched(self, shard: ShardName) -> VersionedRecord:
-        """The entry of a shard; after a deletion with its revision."""
-        return self.entries.get(shard, VersionedRecord(0, None))
-
-    def put(self, shard: ShardName, record: ShardRecord) -> None:
+    def put(self, record: ShardRecord) -> None:
         """Writes a record, as an operator could."""
-        before = self.watched(shard)
-        self.entries[shard] = VersionedRecord(before.revision + 1, record)
+        before, self.entry = self.entry, VersionedRecord(self.entry.revision + 1, record)
         self.history.append(record)
         self._written(before.record, record)
         self.notify()
@@ -59,16 +53,16 @@ class Store:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
+    def swap(self, revision: int, record: ShardRecord) -> SwapResult:
         """Writes a record if the entry has this revision."""
-        if revision != self.get(shard).revision:
-            return SwapResult(won=False, entry=self.get(shard))
-        self.put(shard, record)
-        return SwapResult(won=True, entry=self.get(shard))
+        if revision != self.get().revision:
+            return SwapResult(won=False, entry=self.get())
+        self.put(record)
+        return SwapResult(won=True, entry=self.get())
 
-    def delete(self, shard: ShardName) -> None:
+    def delete(self) -> None:
         """Deletes a record, as an operator could."""
-        self.entries[shard] = VersionedRecord(self.watched(shard).revision + 1, None)
+        self.entry = VersionedRecord(self.entry.revision + 1, None)
         self.notify()
 
 
@@ -97,18 +91,18 @@ class MemoryDirectory:
         self._is_up = is_up
         self._store.notify()
 
-    async def get(self, shard: ShardName) -> VersionedRecord:
+    async def get(self) -> VersionedRecord:
         """See `Directory`."""
-        return await self._request(partial(self._store.get, shard))
+        return await self._request(self._store.get)
 
-    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
+    async def compare_and_swap(self, revision: int, record: ShardRecord) -> SwapResult:
         """See `Directory`."""
-        return await self._write(partial(self._store.swap, shard, revision, record))
+        return await self._write(partial(self._store.swap, revision, record))
 
-    async def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
+    async def watch(self) -> AsyncIterator[VersionedRecord]:
         """See `Directory`."""
         seen = -1
-        async for entry in self._each_change(partial(self._store.watched, shard)):
+        async for entry in self._each_change(lambda: self._store.entry):
             if entry.revision > seen:
                 seen = entry.revision
                 yield entry

@@ -28,7 +28,6 @@ class PairServer:
     Args:
         host: Its host, on which no other process listens at its ports.
         folder: Folder of its journal.
-        shard_name: Name of the shard that it belongs to, or is to adopt.
         options: More options of `kvpool serve`.
         is_cuttable: Whether the connections of its standby can be cut.
 
@@ -39,11 +38,10 @@ class PairServer:
         processes: Its processes, the newest one last.
     """
 
-    def __init__(self, host: Host, folder: Path, shard_name: str, options: Sequence[str], *, is_cuttable: bool) -> None:
+    def __init__(self, host: Host, folder: Path, options: Sequence[str], *, is_cuttable: bool) -> None:
         self.host = host
         self.address = f"{host.address}:{_PORT}"
         self.folder = folder
-        self._shard_name = shard_name
         listen = f"{host.address}:{_REPLICATION_PORT}"
         self.link = Network(listen) if is_cuttable else None
         self.processes: list[CommandLineServer] = []
@@ -112,7 +110,6 @@ class Pair:
         folder: Folder of their journals.
         url: The directory.
         options: More options of `kvpool serve`.
-        shard_name: Name of the shard.
         is_cuttable: Whether the connections between the servers can be cut.
         hosts: Hosts for the servers; without them, they are on this one.
 
@@ -120,33 +117,31 @@ class Pair:
         servers: The two servers, which do not run yet, and those that were added.
     """
 
-    def __init__(  # noqa: PLR0913 - its place, and what tests do to it
+    def __init__(
         self,
         folder: Path,
         url: str,
         options: Sequence[str] = (),
         *,
-        shard_name: str = "main",
         is_cuttable: bool = False,
         hosts: Sequence[Host] = (),
     ) -> None:
         self._net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
         self._folder = folder
         self._hosts = hosts
-        self._shard_name = shard_name
         self._options = ["--cluster", url, "--grace-seconds", "2", *options]
         self.servers: list[PairServer] = []
         if hosts:
             self._options += ["--allow-plaintext", "grpc", "--allow-plaintext", "replication"]
         for _ in range(2):
-            self.add("--shard", shard_name, is_cuttable=is_cuttable)
+            self.add(is_cuttable=is_cuttable)
 
     def add(self, *options: str, is_cuttable: bool = False) -> PairServer:
         """Adds a server, which does not run yet."""
         i = len(self.servers) + 1
         folder, all_options = self._folder / f"journal-{i}", [*options, *self._options]
         host = self._hosts[i - 1] if self._hosts else Host(f"{self._net}.{i}")
-        self.servers.append(PairServer(host, folder, self._shard_name, all_options, is_cuttable=is_cuttable))
+        self.servers.append(PairServer(host, folder, all_options, is_cuttable=is_cuttable))
         return self.servers[-1]
 
     @property

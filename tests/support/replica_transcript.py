@@ -38,7 +38,6 @@ from kvpool.server.cluster.directory import (
     DirectoryRegressedError,
     MemberId,
     Seen,
-    ShardName,
     ShardRecord,
     SwapResult,
     VersionedRecord,
@@ -49,7 +48,6 @@ from kvpool.server.cluster.standbys import NOTHING
 from support.directory import member_of
 from support.memory_directory import Store
 
-_SHARD: Final = ShardName("s")
 _TICK_SECONDS: Final = 0.1
 _ROUND_SECONDS: Final = 0.01
 _EVENTS: Final[dict[str, Callable[..., events.Event]]] = {
@@ -100,16 +98,16 @@ class ReplicaTranscript:
     def _write(self, *options: str) -> list[str]:
         term, primary, in_sync = (option.partition("=")[2] for option in options)
         members = tuple(map(member_of, in_sync.split(",")))
-        self._store.put(_SHARD, ShardRecord(int(term), MemberId(primary), members, self._new_id()))
+        self._store.put(ShardRecord(int(term), MemberId(primary), members, self._new_id()))
         return self._remember()
 
     def _delete(self) -> list[str]:
-        self._store.delete(_SHARD)
+        self._store.delete()
         return self._remember()
 
     def _send(self, name: str) -> list[str]:
         swap = self._swaps[name]
-        outcome = self._outcomes[name] = self._store.swap(_SHARD, swap.revision, swap.record)
+        outcome = self._outcomes[name] = self._store.swap(swap.revision, swap.record)
         self._remember()
         return [f"directory: {'won' if outcome.won else 'lost'}, {_entry(outcome.entry)}"]
 
@@ -123,7 +121,7 @@ class ReplicaTranscript:
         return self._changed(name)
 
     def _lead(self, name: str, *standbys: str) -> list[str]:
-        record = self._store.get(_SHARD).record
+        record = self._store.get().record
         self._start(name, f"known-term={record.term if record else 0}")
         self._happen("read", name)
         shown = self.execute("swap", name)
@@ -186,11 +184,11 @@ class ReplicaTranscript:
     def _event(self, event: str, name: str, *words: str) -> events.Event:  # noqa: PLR0911 - a case per command
         match event, *words:
             case ("read",):
-                return events.DirectoryRead(self._store.get(_SHARD))
+                return events.DirectoryRead(self._store.get())
             case "read", revision:
                 return events.DirectoryRead(self._entries[int(revision)])
             case ("watch",):
-                return events.DirectoryRead(self._store.watched(_SHARD))
+                return events.DirectoryRead(self._store.entry)
             case ("answer",):
                 return events.SwapEnded(self._outcomes[name])
             case "answer", "unknown":
@@ -208,7 +206,7 @@ class ReplicaTranscript:
         return str(next(self._ids))
 
     def _remember(self) -> list[str]:
-        entry = self._store.watched(_SHARD)
+        entry = self._store.entry
         self._entries[entry.revision] = entry
         return [f"directory: {_entry(entry)}"]
 

@@ -16,7 +16,7 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.snapshots import Column
 from kvpool.core.state import State
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import Member, ShardName
+from kvpool.server.cluster.directory import Member
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.member_settings import MemberSettings
@@ -32,7 +32,7 @@ from support.server import free_port
 from support.state import DrivenState, driven
 from support.waiting import DEADLINE_SECONDS
 
-SHARD = ShardName("main")
+SHARD = "test"
 PATIENT = dict.fromkeys(("takeover_seconds", "standby_timeout_seconds", "confirm_seconds"), 60.0)
 """No server counts as silent because the machine is slow."""
 
@@ -93,10 +93,10 @@ class ReplicaServer:
         self.state.journal = None
         self.directory = MemoryDirectory(store)
         self.deposed: NotPrimaryError | None = None
-        identity = IdentityFile(folder, f"test/{SHARD}")
+        identity = IdentityFile(folder, SHARD)
         me = Member(identity.identity.member_id, (f"{folder.name}:1",), config.replication_listen)
         self.shard = ShardMember(
-            MemberSettings(config, f"test/{SHARD}", me, server_tls, client_tls, tokens),
+            MemberSettings(config, SHARD, me, server_tls, client_tls, tokens),
             self.directory,
             identity,
             ReplicatedState(self.journal, DrivenState, StoppedClock()),

@@ -1,28 +1,33 @@
 """Figures of a server of a shard, for tests of metrics."""
 
+from types import SimpleNamespace
+from typing import cast
+
 from kvpool.core.statistics import Histogram
-from kvpool.server.metrics.cluster_metrics import ShardSample
+from kvpool.server.cluster.facts import Role
+from kvpool.server.cluster.shard_member import ShardMember
 
 
-def shard_sample() -> ShardSample:
-    """A primary with one standby, and one wait of 0.5 s for it."""
+def shard_member(role: Role = Role.PRIMARY) -> ShardMember:
+    """A server with one standby, 3 changes behind, and one wait of 0.5 s for it."""
     confirm_seconds = Histogram((0.001, 1.0))
     confirm_seconds.observe(0.5)
-    return ShardSample(
-        shard="prod/llama",
-        role="primary",
-        term=7,
-        in_sync_servers=2,
-        is_alone=False,
-        standbys_missing=1,
-        takeovers=1,
-        standbys_connected=1,
-        lag_positions=3,
-        lag_seconds=0.2,
-        confirm_seconds=confirm_seconds,
-        records=11,
-        sent_bytes=1300,
-        is_directory_up=True,
-        lost_states=1,
-        differences=0,
+    standby = SimpleNamespace(acknowledged=4, lag_seconds=lambda _: 0.2)
+    member = SimpleNamespace(
+        name="llama",
+        replica=SimpleNamespace(
+            role=role,
+            known_term=7,
+            in_sync=("a", "b"),
+            num_missing=1,
+            num_lost_states=1,
+            last_position=7,
+            standbys=SimpleNamespace(connected={"b": standby}),
+        ),
+        num_takeovers=1,
+        replicator=SimpleNamespace(num_records=11, num_sent_bytes=1300),
+        client=SimpleNamespace(num_differences=0),
+        gate=SimpleNamespace(waits=confirm_seconds),
+        directory_client=SimpleNamespace(error=""),
     )
+    return cast("ShardMember", member)

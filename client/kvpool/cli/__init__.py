@@ -13,13 +13,13 @@ from kvpool.core.errors import KvpoolError
 from kvpool.replay import ChildError
 
 _SECTIONS: Final = {
-    "Servers and workers": {
+    "Serve": {
         "serve": "Serve pools until SIGTERM.",
-        "worker": "Run one rank of a pool, or lend its memory, until SIGTERM.",
+        "worker": "Run one rank of a pool, or lend its memory.",
         "health": "Check whether a server or worker serves.",
         "token": "Create tokens.",
     },
-    "Try and plan": {
+    "Try": {
         "demo": "Show two schedulers that share one pool.",
         "plan": "Plan a model's KV cache from its config.json.",
         "replay": "Count the hits of a request trace.",
@@ -42,7 +42,7 @@ _SECTIONS: Final = {
         "shard": "Show the primary and its standbys; hand over.",
     },
 }
-"""The commands with their summaries, by the heading in `kvpool --help`.
+"""The commands with their summaries, by the word before them in `kvpool --help`.
 
 Each is a function in a module of its name, which is imported when the command runs: all of them take a second.
 """
@@ -76,11 +76,13 @@ class _Group(click.Group):
             raise click.UsageError(f"No such command {name!r}; {did_you_mean(name, _COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        del ctx
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a line per command, which all fit a screen of 24 lines and 80 columns."""
+        self.format_usage(ctx, formatter)
+        formatter.write(f"{self.help} Options: --version, --help.\n\n")
         for heading, commands in _SECTIONS.items():
-            with formatter.section(heading):
-                formatter.write_dl([*commands.items()], col_max=max(map(len, _COMMANDS)))
+            for i, (name, summary) in enumerate(commands.items()):
+                formatter.write(f"{'' if i else heading:<7}{name:<21}{summary}\n")
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         found = [CompletionItem(name, help=text) for name, text in _COMMANDS.items() if name.startswith(incomplete)]

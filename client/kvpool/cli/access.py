@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import click
 
-from kvpool.cli.options import Option, file_option, together, usage_errors
+from kvpool.cli.options import Option, file_option, text_option, together, usage_errors
 from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 _KEY: Final = "kvpool.access"
@@ -24,16 +24,14 @@ def access_options(*listens: str) -> Option:
         _file_option("--tls-ca", "Use TLS, and verify the server's certificate with these authorities."),
         _file_option("--tls-cert", "Client certificate, for a server that requires one."),
         _file_option("--tls-key", "Private key of --tls-cert."),
-        click.option(
+        text_option(
             "--tls-server-name",
+            "NAME",
+            "Host name in the server's certificate; default: the host of the address.",
             envvar="KVPOOL_TLS_SERVER_NAME",
             show_envvar=True,
-            default="",
-            show_default=False,
-            metavar="NAME",
             expose_value=False,
             callback=_keep,
-            help="Host name in the server's certificate; default: the host of the address.",
         ),
         _file_option("--token-file", "File that holds the token. KVPOOL_TOKEN can hold the token itself."),
         click.option(

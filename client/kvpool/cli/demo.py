@@ -11,13 +11,13 @@ from kvpool.cli.text import print_line
 from kvpool.client import Client, ReuseOrder
 from kvpool.client.connection import connect_as
 from kvpool.replay.children import own_server
-from kvpool.replay.play import PoolOptions, measured
+from kvpool.replay.play import measured, replay_pool
 from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import Scheduler
 from kvpool.replay.workload import ChatShare
 from kvpool.wire.channels import ClientCredentials
 
-_POOL: Final = PoolOptions("demo", 2500, 16, 8192, ReuseOrder.UNCACHED_FIRST)
+_POOL: Final = replay_pool("demo", 2500, 16, 8192, ReuseOrder.UNCACHED_FIRST)
 _CONVERSATIONS, _TURNS = 120, 5
 
 
@@ -28,7 +28,7 @@ def demo() -> None:
     Starts a server and plays generated chats. Nothing needs to be configured. The schedulers take turns, so that
     only the speed depends on the machine.
     """
-    print_line(f"A server has a pool of {_POOL.num_blocks:,} blocks of {_POOL.block_size} tokens.")
+    print_line(f"A server has a pool of {_POOL.num_blocks:,} blocks of {_POOL.hash_block_size} tokens.")
     print_line(
         f"Two schedulers share it. Each plays {_CONVERSATIONS} conversations of {_TURNS} turns over the same "
         "system prompts and documents."
@@ -38,7 +38,7 @@ def demo() -> None:
         connect_as(ClientCredentials(), address) as client,
         progress("chatting", 2 * _CONVERSATIONS * _TURNS) as advance,
     ):
-        result = measured(client, _POOL.create(client), lambda: _play_in_turn(client, lambda: advance(1)))
+        result = measured(client, client.create_pool(_POOL), lambda: _play_in_turn(client, lambda: advance(1)))
     print_facts("two schedulers, one pool", result.rows())
 
 

@@ -7,6 +7,7 @@ from typing import Final
 import click
 
 from kvpool.cli.connection import connected, server_options
+from kvpool.cli.options import text_option
 from kvpool.cli.tables import print_answer
 from kvpool.cli.text import counted, print_line
 from kvpool.client.admin import AdminClient
@@ -17,13 +18,7 @@ _POLL_SECONDS: Final = 0.25
 
 
 @click.command()
-@click.option(
-    "--pool",
-    default="",
-    show_default=False,
-    metavar="NAME",
-    help="Only this pool; default: the server with all its pools.",
-)
+@text_option("--pool", "NAME", "Only this pool; default: the server with all its pools.")
 @click.option("--undo", is_flag=True, help="Accept new sessions again.")
 @click.option("--stop", is_flag=True, help="Stop the server when no session is open or the timeout ends.")
 @click.option("--wait", is_flag=True, help="Wait until no session is open; with --stop, until the server has stopped.")

@@ -18,14 +18,7 @@ from kvpool.client.admin import AdminClient
 from kvpool.client.request import checked_token_ids
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ids import GroupId
-from kvpool.v1.admin_pb2 import (
-    ExplainMissesResponse,
-    ExplainPromptResponse,
-    GroupEnd,
-    ScopeInfo,
-    SessionInfo,
-    UnexecutedBlocks,
-)
+from kvpool.v1 import admin_pb2
 from kvpool.v1.pool_pb2 import KEY_FORM_PLAIN, MissCount, MissReason
 from kvpool.wire.pools import config_from_proto, hash_scheme_from_proto
 from kvpool.wire.readable import word
@@ -68,20 +61,20 @@ _MISS_COLUMNS: Final[tuple[Column[tuple[int, str, MissCount]], ...]] = (
     Column("TOKENS", lambda row: f"{row[2].tokens:,}"),
     Column("MEANING", lambda row: _meaning(row[2].reason), is_text=True),
 )
-_SCOPE_COLUMNS: Final[tuple[Column[ScopeInfo], ...]] = (
+_SCOPE_COLUMNS: Final[tuple[Column[admin_pb2.ScopeInfo], ...]] = (
     Column("WEIGHTS VERSION", lambda scope: scope.weights_version or "none", is_text=True),
     Column("NAMESPACE", lambda scope: "yes" if scope.has_namespace else "none", is_text=True),
     Column("SESSIONS", lambda scope: f"{scope.sessions:,}"),
     Column("CACHED", lambda scope: f"{scope.cached_blocks:,}"),
 )
-_UNEXECUTED_COLUMNS: Final[tuple[Column[UnexecutedBlocks], ...]] = (
+_UNEXECUTED_COLUMNS: Final[tuple[Column[admin_pb2.UnexecutedBlocks], ...]] = (
     Column("SESSION", lambda each: str(each.session_number)),
     Column("CLIENT", lambda each: each.client_name, is_text=True),
     Column("NOT EXECUTED", lambda each: f"{each.blocks:,}"),
     Column("OLDEST STEP", lambda each: str(each.oldest_sequence or "never")),
     Column("EXECUTED STEP", lambda each: str(each.executed_sequence)),
 )
-_END_COLUMNS: Final[tuple[Column[tuple[int, str, GroupEnd]], ...]] = (
+_END_COLUMNS: Final[tuple[Column[tuple[int, str, admin_pb2.GroupEnd]], ...]] = (
     Column("GROUP", lambda row: str(row[0])),
     Column("KIND", lambda row: row[1], is_text=True),
     Column("BLOCK", lambda row: f"{row[2].span_tokens:,}"),
@@ -145,7 +138,7 @@ def _read_tokens(path: Path) -> list[int]:
         raise click.BadParameter(f"{path}: {error}", param_hint="--tokens") from None
 
 
-def _explain_pool(info: PoolInfo, facts: ExplainMissesResponse, *, as_json: bool) -> None:
+def _explain_pool(info: PoolInfo, facts: admin_pb2.ExplainMissesResponse, *, as_json: bool) -> None:
     if as_json:
         facts.hash_scheme.ClearField("none_hash")
         print_json({"pool": info, "misses": facts})
@@ -201,7 +194,7 @@ def _explain_prompt(client: AdminClient, info: PoolInfo, prompt: _Prompt, *, as_
         print_line(f"- {label}, the same tokens hit {hit_tokens:,}")
 
 
-def _look_up(client: AdminClient, info: PoolInfo, prompt: _Prompt) -> ExplainPromptResponse:
+def _look_up(client: AdminClient, info: PoolInfo, prompt: _Prompt) -> admin_pb2.ExplainPromptResponse:
     """Hashes the prompt as its session does, and looks it up.
 
     Raises:
@@ -235,7 +228,7 @@ def _others_that_hit(
 
 
 def _variants(
-    prompt: _Prompt, sessions: Iterable[SessionInfo], loras: Iterable[str], key_form: int
+    prompt: _Prompt, sessions: Iterable[admin_pb2.SessionInfo], loras: Iterable[str], key_form: int
 ) -> Iterator[tuple[str, _Prompt]]:
     keys = prompt.keys
     if keys.cache_salt is not None:
@@ -257,7 +250,7 @@ def _meaning(reason: MissReason.ValueType) -> str:
     return MEANINGS.get(reason, "for a reason of a newer server")
 
 
-def end_sentence(group_id: GroupId, end: GroupEnd, shared_tokens: int = 0) -> str:
+def end_sentence(group_id: GroupId, end: admin_pb2.GroupEnd, shared_tokens: int = 0) -> str:
     """Says why a group ends a look-up, with what is known of the block that it lacks.
 
     Of a window or state that is not kept this also says up to where it is; another group has `shared_tokens`.

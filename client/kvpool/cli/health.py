@@ -8,7 +8,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.cli.access import access_options, current_access
-from kvpool.cli.options import usage_errors
+from kvpool.cli.options import text_option, usage_errors
 from kvpool.cli.text import print_line
 from kvpool.wire.address import DEFAULT_ADDRESS, parse_seeds
 from kvpool.wire.channels import ClientCredentials
@@ -28,13 +28,7 @@ SERVING: Final = "SERVING"
     metavar="ADDRESS",
     help="The address, as for other commands.",
 )
-@click.option(
-    "--service",
-    default="",
-    show_default=False,
-    metavar="NAME",
-    help="Check one service, such as kvpool.v1.AllocatorService.",
-)
+@text_option("--service", "NAME", "Check one service, such as kvpool.v1.AllocatorService.")
 @click.option(
     "--timeout-seconds",
     type=click.FloatRange(0, 3600, min_open=True),

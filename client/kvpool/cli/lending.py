@@ -14,7 +14,7 @@ from click.core import ParameterSource
 
 from kvpool.cli.endpoints import Endpoints
 from kvpool.cli.model import ModelFlags
-from kvpool.cli.options import together, usage_errors
+from kvpool.cli.options import file_option, together, usage_errors
 from kvpool.client.connection import connect_as
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ranks.messages import RankGroupOptions
@@ -32,17 +32,11 @@ lending_options: Final = together(
         metavar="unix:PATH",
         help="Lend the memory to engines on this machine: they connect here and declare its layout. Needs no model.",
     ),
-    click.option(
-        "--lend-token-file",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="With --lend: file of a secret that engines must present.",
-    ),
+    file_option("--lend-token-file", "With --lend: file of a secret that engines must present."),
     click.option(
         "--lend-folder",
         type=click.Path(path_type=Path, file_okay=False, exists=True),
         default="/dev/shm",  # noqa: S108 - the folder in it is private
-        show_default=True,
         metavar="FOLDER",
         help="With --lend: file system in memory for the KV cache on CPU.",
     ),

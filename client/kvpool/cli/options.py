@@ -45,6 +45,12 @@ def file_option(flag: str, text: str, **attributes: Any) -> Option:  # noqa: ANN
     return click.option(flag, type=click.Path(path_type=Path), metavar="FILE", help=text, **attributes)
 
 
+def text_option(flag: str, metavar: str, text: str, **attributes: Any) -> Option:  # noqa: ANN401 - as click has it
+    """Makes an option whose value is a text, by default an empty one, which is not shown."""
+    attributes.setdefault("default", "")
+    return click.option(flag, show_default=bool(attributes["default"]), metavar=metavar, help=text, **attributes)
+
+
 def enum_option(flag: str, kind: type[Enum], default: Enum | None, text: str) -> Option:
     """Makes an option whose value is a member of an enum, given by the member's value."""
 

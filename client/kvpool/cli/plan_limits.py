@@ -4,12 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core.planning.plan import Plan, PlanOptions
-from kvpool.core.specs.kinds import (
-    allocation_spec,
-    block_span_tokens,
-    common_multiple_tokens,
-    num_sink_tokens,
-)
+from kvpool.core.specs import kinds
 
 _LENGTHS: Final = tuple(4**power for power in range(2, 16))
 """Lengths of requests that are reported, in tokens, as far as they are shorter than the longest one."""
@@ -38,7 +33,8 @@ class Load:
 def num_request_blocks(plan: Plan, options: PlanOptions) -> int:
     """Number of blocks that requests can have: all but the null block and those of sinks."""
     ranks = options.limits(plan.max_model_len).context_parallel_size
-    sinks = sum(num_sink_tokens(group.spec) // block_span_tokens(group.spec, ranks) for group in plan.groups)
+    specs = [group.spec for group in plan.groups]
+    sinks = sum(kinds.num_sink_tokens(spec) // kinds.block_span_tokens(spec, ranks) for spec in specs)
     return max(plan.num_blocks - 1 - sinks, 0)
 
 
@@ -60,6 +56,6 @@ def loads(plan: Plan, options: PlanOptions) -> list[Load]:
 def hit_multiple_tokens(plan: Plan, options: PlanOptions) -> int:
     """Number of tokens of which every hit of a prefix is a multiple; 0 if no group can be hit."""
     ranks = options.limits(plan.max_model_len).context_parallel_size
-    cached = [group.spec for group in plan.groups if allocation_spec(group.spec).is_cached]
-    spans = [span for span in (block_span_tokens(spec, ranks) for spec in cached) if span < plan.max_model_len]
-    return common_multiple_tokens(spans, plan.max_model_len) if spans else 0
+    cached = [group.spec for group in plan.groups if kinds.allocation_spec(group.spec).is_cached]
+    spans = [span for span in (kinds.block_span_tokens(spec, ranks) for spec in cached) if span < plan.max_model_len]
+    return kinds.common_multiple_tokens(spans, plan.max_model_len) if spans else 0

@@ -13,17 +13,8 @@ from kvpool.cli.text import print_line
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanError, PlanOptions, RankMemory
+from kvpool.core.specs import kinds
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
-from kvpool.core.specs.kinds import (
-    CircularBufferSpec,
-    CrossAttentionSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-    allocation_spec,
-    block_span_tokens,
-    num_draft_blocks,
-    rare_hits,
-)
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.models.config import Model
 from kvpool.wire.log_fields import format_bytes
@@ -70,7 +61,7 @@ class PlannedModel:
         """
         if not self.plan.groups:
             return None
-        each = sum(1 + num_draft_blocks(allocation_spec(group.spec)) for group in self.plan.groups)
+        each = sum(1 + kinds.num_draft_blocks(kinds.allocation_spec(group.spec)) for group in self.plan.groups)
         return num_request_blocks(self.plan, self.options) // each
 
     def unused_bytes(self, rank: int) -> int:
@@ -79,8 +70,8 @@ class PlannedModel:
 
     def span_tokens(self, group: KVCacheGroup) -> int:
         """Returns the tokens of a request that a block of a group spans: at most the longest one's."""
-        span = block_span_tokens(group.spec, self.options.decode_context_parallel_size)
-        return span if allocation_spec(group.spec).is_cached else self.plan.max_model_len
+        span = kinds.block_span_tokens(group.spec, self.options.decode_context_parallel_size)
+        return span if kinds.allocation_spec(group.spec).is_cached else self.plan.max_model_len
 
     def blocks_per_request(self, group: KVCacheGroup) -> int:
         """Returns the blocks of a group that a request of maximum length needs."""
@@ -106,7 +97,7 @@ class PlannedModel:
                 f" {plan.num_blocks:,}, including the null block and sinks: the longest request that it can serve has"
                 f" {plan.longest_request_tokens:,} tokens"
             )
-        if rare := rare_hits(map(self.span_tokens, plan.groups), plan.max_model_len):
+        if rare := kinds.rare_hits(map(self.span_tokens, plan.groups), plan.max_model_len):
             sentences.append(rare)
         for rank, (memory, config) in enumerate(zip(self.ranks, plan.configs, strict=True)):
             if used_bytes(config) > memory.available_bytes:
@@ -137,9 +128,9 @@ def bytes_by_use(specs: Iterable[KVCacheSpec]) -> dict[str, int]:
     figures = dict.fromkeys(_USES, 0.0)
     for spec in specs:
         token_bytes = spec.content_size_bytes / spec.block_size
-        if isinstance(spec, MambaSpec | CircularBufferSpec):
-            figures["state_bytes_per_request"] += spec.content_size_bytes * (1 + num_draft_blocks(spec))
-        elif isinstance(spec, CrossAttentionSpec):
+        if isinstance(spec, kinds.MambaSpec | kinds.CircularBufferSpec):
+            figures["state_bytes_per_request"] += spec.content_size_bytes * (1 + kinds.num_draft_blocks(spec))
+        elif isinstance(spec, kinds.CrossAttentionSpec):
             figures["encoder_kv_bytes_per_token"] += token_bytes
         elif not spec.keeps_all:
             figures["windowed_kv_bytes_per_token"] += token_bytes
@@ -231,7 +222,7 @@ def error_as_json(error: InvalidArgumentError) -> dict[str, Any]:
 
 def _spec_as_json(spec: KVCacheSpec) -> dict[str, Any]:
     entries: dict[str, Any] = {"type": type(spec).__name__, "page_size_bytes": spec.page_size_bytes}
-    if isinstance(spec, UniformTypeKVCacheSpecs):
+    if isinstance(spec, kinds.UniformTypeKVCacheSpecs):
         return {**entries, "block_size": spec.block_size, "layers": {n: _spec_as_json(s) for n, s in spec.layers}}
     return {**entries, **asdict(spec)}
 
@@ -257,8 +248,8 @@ def print_tables(planned: PlannedModel) -> None:
 
 def _print_summary(planned: PlannedModel) -> None:
     model, plan = planned.model, planned.plan
-    kinds = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
-    rows = [("layers", kinds or "none with a cache"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
+    layers = ", ".join(f"{count} {kind.removesuffix('Spec')}" for kind, count in layers_by_kind(model).items())
+    rows = [("layers", layers or "none with a cache"), ("elements", ", ".join(kv_dtypes(model)) or "states only")]
     rows += [(_USES[name], f"{n:,}") for name, n in bytes_by_use(spec for _, spec in model.layers).items() if n]
     rows += [
         ("blocks, including the null block", f"{plan.num_blocks:,}"),
@@ -332,8 +323,8 @@ def _tensors(config: KVCacheConfig) -> str:
 
 
 def _kind(spec: KVCacheSpec) -> str:
-    first = allocation_spec(spec)
+    first = kinds.allocation_spec(spec)
     windows = ("sliding_window", "attention_chunk_size", "sink_len")
     tokens = next((value for name in windows if (value := getattr(first, name, 0))), 0)
-    sizes = ", several sizes" if isinstance(spec, UniformTypeKVCacheSpecs) else ""
+    sizes = ", several sizes" if isinstance(spec, kinds.UniformTypeKVCacheSpecs) else ""
     return type(first).__name__.removesuffix("Spec") + (f", {tokens:,} tokens" if tokens else "") + sizes

@@ -10,9 +10,9 @@ from kvpool.cli.options import enum_option, usage_errors
 from kvpool.cli.progress import progress
 from kvpool.cli.replay_sweep import SweepReport
 from kvpool.cli.tables import print_facts, print_json
-from kvpool.client import ReuseOrder
+from kvpool.client import PoolConfig, ReuseOrder
 from kvpool.client.connection import connect_as
-from kvpool.replay.play import PoolOptions, measured, play_prompts
+from kvpool.replay.play import measured, play_prompts, replay_pool
 from kvpool.replay.result import Result
 from kvpool.replay.sweep import sweep
 from kvpool.replay.trace import read_trace
@@ -87,7 +87,7 @@ def replay(  # noqa: PLR0913 - one parameter per option
         created = None
         if num_blocks is not None and block_size is not None:
             longest = max(entry.input_length + entry.output_length for entry in requests)
-            created = PoolOptions(pool, num_blocks, block_size, longest, reuse_order)
+            created = replay_pool(pool, num_blocks, block_size, longest, reuse_order)
         elif not address:
             raise click.UsageError("without --address, give --num-blocks and --block-size")
         result = _play(requests, created, pool, address or "embedded:")
@@ -97,8 +97,8 @@ def replay(  # noqa: PLR0913 - one parameter per option
         print_facts("replay", result.rows())
 
 
-def _play(requests: list[TraceRequest], created: PoolOptions | None, pool: str, address: str) -> Result:
+def _play(requests: list[TraceRequest], created: PoolConfig | None, pool: str, address: str) -> Result:
     with connect_as(current_access(), address) as client, progress("replaying", len(requests)) as advance:
-        before = created.create(client) if created else client.get_pool(pool)
+        before = client.create_pool(created) if created else client.get_pool(pool)
         with client.open_session(pool, client_name="kvpool-replay") as session:
             return measured(client, before, lambda: play_prompts(session, requests, lambda: advance(1)))

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from kvpool.cli.logs import log_options, start_logging
-from kvpool.cli.options import as_given, usage_errors
+from kvpool.cli.options import as_given, text_option, usage_errors
 from kvpool.cli.serve_options import SectionedCommand, auth_options, cluster_options, limits_options
 from kvpool.cli.settings import config_option, config_options, take_config
 from kvpool.cli.text import print_line
@@ -52,21 +52,17 @@ _log = logging.getLogger("kvpool.server")
     metavar="ADDRESS",
     help="Address to listen on: host:port (port 0: a free port) or unix:/path. Can be repeated.",
 )
-@click.option(
+@text_option(
     "--metrics-listen",
-    default="",
-    show_default=False,
-    metavar="HOST:PORT",
-    help="Serve /metrics and a status page at this address (port 0: a free port). Off by default; usual port: 9464.",
+    "HOST:PORT",
+    "Serve /metrics and a status page at this address (port 0: a free port). Off by default; usual port: 9464.",
 )
 @click.option("--vllm-metrics", is_flag=True, help="Also export metrics under the names that vLLM's dashboards use.")
 @config_options(_DEFAULTS.metrics, block_sample_rate="Share of blocks sampled for the metrics of block lifetimes.")
-@click.option(
+@text_option(
     "--otlp-traces-endpoint",
-    default="",
-    show_default=False,
-    metavar="URL",
-    help="Send spans of admissions and slow calls to this collector over OTLP/gRPC, such as http://localhost:4317. Off "
+    "URL",
+    "Send spans of admissions and slow calls to this collector over OTLP/gRPC, such as http://localhost:4317. Off "
     "by default. Needs the extra 'otel'.",
 )
 @config_options(
@@ -101,12 +97,10 @@ _log = logging.getLogger("kvpool.server")
     "rank_",
     grace_seconds="How long a silent or lost rank may take to return before the epoch ends.",
 )
-@click.option(
+@text_option(
     "--journal",
-    default="",
-    show_default=False,
-    metavar="FOLDER",
-    help="Write a journal of all changes to this folder, so that a killed server keeps its state. Default: a folder "
+    "FOLDER",
+    "Write a journal of all changes to this folder, so that a killed server keeps its state. Default: a folder "
     "of host and first address in $XDG_STATE_HOME/kvpool (~/.local/state/kvpool), or none if its port is 0.",
 )
 @click.option("--no-journal", is_flag=True, help="Write no journal, also where a weaker source sets --journal.")
@@ -158,10 +152,10 @@ def serve(
     try:
         if config.journal.folder:
             check_folder(Path(config.journal.folder))
-        exit_ = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
+        restarts = asyncio.run(app.serve(config, partial(_say_ready, log) if log_format == "console" else None))
     except (OSError, ValueError) as error:
         raise click.ClickException(as_given(str(error))) from error
-    if exit_ is app.Exit.RESTART:  # in another role: with nothing of its state
+    if restarts:  # in another role: with nothing of its state
         logging.shutdown()
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])  # noqa: S606 - the program itself
 

@@ -4,7 +4,7 @@ from typing import Final
 
 import click
 
-from kvpool.cli.options import file_option, together
+from kvpool.cli.options import file_option, text_option, together
 from kvpool.cli.settings import config_options
 from kvpool.server.auth.config import PLAINTEXT_KINDS
 from kvpool.server.cluster.config import ClusterConfig
@@ -77,12 +77,10 @@ auth_options: Final = together(
 """Adds the options of `AuthConfig`."""
 
 cluster_options: Final = together(
-    click.option(
+    text_option(
         "--cluster",
-        default="",
-        show_default=False,
-        metavar="URL",
-        help="Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/CLUSTER says who is the "
+        "URL",
+        "Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/SHARD says who is the "
         "primary. Needs a journal. Off by default; see docs/how-to/high-availability.md.",
     ),
     config_options(ClusterConfig(), etcd_user="User of etcd, if etcd requires one."),
@@ -98,7 +96,6 @@ cluster_options: Final = together(
     ),
     config_options(
         ClusterConfig(),
-        shard="Name of the shard. Servers with the same name hold the same pools.",
         standbys="Number of standbys that the shard should have; fewer are reported as missing.",
         claim_term="Begin this term, whatever the directory holds: the way out when the directory or all other servers "
         "of the shard are lost. No effect once a server has seen the term.",

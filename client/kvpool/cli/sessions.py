@@ -7,6 +7,7 @@ from typing import Final
 import click
 
 from kvpool.cli.connection import connected, limit_option, server_options
+from kvpool.cli.options import text_option
 from kvpool.cli.tables import Column, print_json, print_table
 from kvpool.cli.text import duration
 from kvpool.v1.admin_pb2 import SessionInfo
@@ -29,7 +30,7 @@ _MAX_GROUPS: Final = 4
 
 
 @click.command()
-@click.option("--pool", default="", show_default=False, metavar="NAME", help="Only sessions of this pool.")
+@text_option("--pool", "NAME", "Only sessions of this pool.")
 @limit_option
 @server_options
 def sessions(*, pool: str, limit: int | None, address: str, as_json: bool) -> None:

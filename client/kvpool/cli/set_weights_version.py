@@ -14,8 +14,6 @@ from kvpool.cli.text import counted
     "--session",
     "number",
     type=click.IntRange(1),
-    default=None,
-    show_default=False,
     metavar="NUMBER",
     help="Only this session; default: all open sessions of the pool.",
 )

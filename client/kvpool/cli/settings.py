@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from kvpool.cli.options import Option, did_you_mean, enum_option, together
+from kvpool.cli.options import Option, did_you_mean, enum_option, text_option, together
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -98,8 +98,7 @@ def _option(name: str, default: object, text: str) -> Option:
     if isinstance(default, Enum):
         return enum_option(flag, type(default), default, text)
     if isinstance(default, str):
-        metavar = name.rpartition("_")[2].upper()
-        return click.option(flag, default=default, show_default=bool(default), metavar=metavar, help=text)
+        return text_option(flag, name.rpartition("_")[2].upper(), text, default=default)
     return click.option(flag, default=default, help=text)
 
 

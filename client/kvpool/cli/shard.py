@@ -3,7 +3,6 @@
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Final
 
 import click
@@ -40,14 +39,15 @@ def status(*, address: str, as_json: bool) -> None:
     """
     with connected(address) as client:
         found = client.shard()
-    is_serving = _is_serving(current_access(), found.primary)
+    is_serving = _is_serving(current_access(), found.primary_addresses)
     if as_json:
-        print_json({**asdict(found), "primary_serves": is_serving})
+        print_json({"shard": found, "primary_serves": is_serving})
         return
-    primary = ", ".join(found.primary) or "-"
+    primary = ", ".join(found.primary_addresses) or "-"
     print_line(f"shard: {found.name or '-'}, term {found.term}")
-    print_line(f"primary: {primary}" + ("" if is_serving or not found.primary else " (does not serve)"))
-    print_line("standbys in sync: " + ("; ".join(map(", ".join, found.standbys)) or "-"))
+    print_line(f"primary: {primary}" + ("" if is_serving or primary == "-" else " (does not serve)"))
+    standbys = [", ".join(member.addresses) for member in found.members if not member.is_primary]
+    print_line("standbys in sync: " + ("; ".join(standbys) or "-"))
 
 
 @shard.command("hand-over")
@@ -61,12 +61,11 @@ def hand_over(*, address: str, as_json: bool) -> None:
 
 
 @shard.command("wait-in-sync")
-@click.option("--standbys", type=click.IntRange(1), default=1, show_default=True, help="How many must be in sync.")
+@click.option("--standbys", type=click.IntRange(1), default=1, help="How many must be in sync.")
 @click.option(
     "--wait-seconds",
     type=click.FloatRange(0),
     default=60.0,
-    show_default=True,
     help="How long to wait until the servers are in sync.",
 )
 @server_options
@@ -79,14 +78,15 @@ def wait_in_sync(*, standbys: int, wait_seconds: float, address: str, as_json: b
     with connected(address) as client:
         while True:
             found = client.shard()
-            text = f"shard {found.name} has {counted(len(found.standbys), 'standby')} in sync"
-            if len(found.standbys) >= standbys:
+            count = sum(not member.is_primary for member in found.members)
+            text = f"shard {found.name} has {counted(count, 'standby')} in sync"
+            if count >= standbys:
                 break
             left_seconds = due_seconds - time.monotonic()
             if left_seconds <= 0:
                 raise WrongStateError("NO_STANDBY", text)
             time.sleep(min(_POLL_SECONDS, left_seconds))
-    print_answer({"primary": found.primary, "standbys": found.standbys}, text, as_json=as_json)
+    print_answer({"shard": found}, text, as_json=as_json)
 
 
 def _is_serving(access: ClientCredentials, addresses: Sequence[str]) -> bool:

@@ -1,11 +1,11 @@
 """The client of operators: inspects a server, drains it, resets caches, evicts sessions and removes pools.
 
-The methods are the RPCs of AdminService, and return its messages; proto/kvpool/v1/admin.proto and pool.proto document
-both. Lists of sessions, requests and blocks are requested page by page, as the caller iterates.
+The methods are RPCs of AdminService and DirectoryService, and return their messages, which admin.proto, pool.proto and
+directory.proto in proto/kvpool/v1 document. Lists of sessions, requests and blocks are requested page by page, as the
+caller iterates.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, Self, TypeVar
@@ -22,28 +22,9 @@ from kvpool.v1 import admin_pb2, admin_pb2_grpc, directory_pb2
 from kvpool.wire import channels
 from kvpool.wire.channels import ClientCredentials, TlsConfig
 
-__all__ = ["AdminClient", "Shard"]
-
 DEFAULT_DEADLINE_SECONDS: Final = 10.0
 _HAND_OVER_SECONDS: Final = 40.0
 """Least time limit of a hand-over. A standby of another version may load the state for 30 s first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """The servers that hold the same pools.
-
-    Attributes:
-        name: Name of the shard; empty for a server without a cluster.
-        term: Term of the primary; 0 if there was none.
-        primary: Addresses of the primary; empty if it is not known.
-        standbys: Addresses of each standby that is in sync.
-    """
-
-    name: str
-    term: int
-    primary: tuple[str, ...]
-    standbys: tuple[tuple[str, ...], ...]
 
 
 class _PageRequest(Protocol):
@@ -275,11 +256,9 @@ class AdminClient:
         """Removes a pool that has no sessions, and no ranks that are connected or expected."""
         self._call(lambda stub: stub.RemovePool, admin_pb2.RemovePoolRequest(pool_name=pool))
 
-    def shard(self) -> Shard:
+    def shard(self) -> directory_pb2.Shard:
         """Returns the primary and the standbys of the server's shard. The server need not be the primary."""
-        shard = run(self._transport.shard())
-        standbys = tuple(tuple(member.addresses) for member in shard.members if not member.is_primary)
-        return Shard(shard.name, shard.term, tuple(shard.primary_addresses), standbys)
+        return run(self._transport.shard())
 
     def hand_over(self) -> tuple[int, tuple[str, ...]]:
         """Makes a standby the primary of the server's shard. Sessions continue there.

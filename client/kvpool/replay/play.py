@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 from kvpool.client import (
     Client,
@@ -20,41 +19,10 @@ from kvpool.replay.result import Counts, Result
 from kvpool.replay.trace_formats import TraceRequest
 
 
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """A pool that the replay creates.
-
-    Attributes:
-        name: Its name.
-        num_blocks: Blocks, the null block included.
-        block_size: Tokens per block.
-        max_model_len: Maximum tokens of a request.
-        reuse_order: The order in which freed blocks are used again.
-    """
-
-    name: str
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    reuse_order: ReuseOrder
-
-    def create(self, client: Client) -> PoolInfo:
-        """Creates the pool if it does not exist.
-
-        Raises:
-            KvpoolError: The pool is not available.
-        """
-        groups = (KVCacheGroup(FullAttentionSpec(self.block_size), ("replay",)),)
-        return client.create_pool(
-            PoolConfig(
-                PoolName(self.name),
-                self.num_blocks,
-                self.max_model_len,
-                groups,
-                self.reuse_order,
-                allow_too_few_blocks=True,
-            )
-        )
+def replay_pool(name: str, num_blocks: int, block_size: int, max_model_len: int, reuse_order: ReuseOrder) -> PoolConfig:
+    """Returns the configuration of a pool of one group with full attention, however few its blocks are."""
+    groups = (KVCacheGroup(FullAttentionSpec(block_size), ("replay",)),)
+    return PoolConfig(PoolName(name), num_blocks, max_model_len, groups, reuse_order, allow_too_few_blocks=True)
 
 
 def measured(client: Client, pool: PoolInfo, play: Callable[[], Counts]) -> Result:

@@ -69,7 +69,7 @@ class ServerInfo(_message.Message):
     journal_error: _builtins.str
     """Why the journal is down, so that a restart would lose all sessions. Empty while it is up, and without a journal."""
     shard: _builtins.str
-    """The shard whose primary the server is, as CLUSTER/SHARD. Empty if it belongs to none. Other servers of a shard do not
+    """Name of the shard whose primary the server is. Empty if it belongs to none. Other servers of a shard do not
     answer.
     """
     term: _builtins.int

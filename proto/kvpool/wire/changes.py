@@ -4,7 +4,7 @@ A change has one form of bytes, `change_bytes`. A retry is recognized by them, a
 them again.
 """
 
-from typing import Final, TypeAlias, assert_never
+from typing import Final, TypeAlias, assert_never, get_args
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import InvalidArgumentError, NotFoundError
@@ -29,19 +29,7 @@ UnaryChange: TypeAlias = RequestChange | allocator_pb2.EvictBlocksRequest | allo
 Change: TypeAlias = step_pb2.Step | UnaryChange
 """A change of a session."""
 
-_KINDS: Final[dict[bytes, type[Change]]] = {
-    kind.DESCRIPTOR.name.encode(): kind
-    for kind in (
-        step_pb2.Step,
-        allocator_pb2.GetComputedBlocksRequest,
-        allocator_pb2.AllocateSlotsRequest,
-        allocator_pb2.CacheBlocksRequest,
-        allocator_pb2.FreeRequest,
-        allocator_pb2.GetCommonPrefixBlocksRequest,
-        allocator_pb2.EvictBlocksRequest,
-        allocator_pb2.ResetPrefixCacheRequest,
-    )
-}
+_KINDS: Final[dict[bytes, type[Change]]] = {kind.DESCRIPTOR.name.encode(): kind for kind in get_args(Change)}
 
 
 def change_bytes(change: Change) -> bytes:

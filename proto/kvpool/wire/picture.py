@@ -59,7 +59,7 @@ def pool_figures(
         requests=sum(len(session.requests) for session in sessions),
         event_sequence=event_sequence,
         sink_blocks=len(pool.sink_blocks),
-        state=wire_pools.pool_state_to_proto(state),
+        state=wire_pools.POOL_STATES.number(state),
         running_requests=sum(session.num_running for session in sessions),
         activity=pool_pb2.ActivityCounters(**field_values(ActivityCounters, pool.activity)),
         groups=[_group(pool, GroupId(i), hides_scopes=hides_scopes) for i in range(len(config.groups))],

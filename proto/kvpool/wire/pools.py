@@ -10,9 +10,9 @@ from kvpool.v1 import pool_pb2
 from kvpool.wire import specs as wire_specs
 from kvpool.wire.fields import EnumNumbers, field_values
 
-_REUSE_ORDERS: Final = EnumNumbers(ReuseOrder, pool_pb2.ReuseOrder)
+REUSE_ORDERS: Final = EnumNumbers(ReuseOrder, pool_pb2.ReuseOrder)
 _KEY_FORMS: Final = EnumNumbers(KeyForm, pool_pb2.KeyForm)
-_POOL_STATES: Final = EnumNumbers(PoolState, pool_pb2.PoolState)
+POOL_STATES: Final = EnumNumbers(PoolState, pool_pb2.PoolState)
 _CONFIG_FIELDS_CONVERTED: Final = ("groups", "reuse_order", "enable_caching", "hash_scheme")
 
 
@@ -38,7 +38,7 @@ def config_to_proto(config: PoolConfig, *, with_none_hash: bool) -> pool_pb2.Poo
     """Encodes a pool configuration. Only sessions, and requests that declare a pool, contain its none_hash."""
     return pool_pb2.PoolConfig(
         groups=[group_to_proto(group) for group in config.groups],
-        reuse_order=reuse_order_to_proto(config.reuse_order),
+        reuse_order=REUSE_ORDERS.number(config.reuse_order),
         disable_caching=not config.enable_caching,
         hash_scheme=hash_scheme_to_proto(config.hash_scheme, with_none_hash=with_none_hash),
         **field_values(PoolConfig, config, _CONFIG_FIELDS_CONVERTED),
@@ -64,15 +64,10 @@ def reuse_order_from_proto(where: str, order: int) -> ReuseOrder:
     Raises:
         InvalidArgumentError: The order is unspecified or unknown.
     """
-    found = _REUSE_ORDERS.member(order)
+    found = REUSE_ORDERS.member(order)
     if found is None:
         raise InvalidArgumentError(where, f"{order} is unspecified or unknown")
     return found
-
-
-def reuse_order_to_proto(order: ReuseOrder) -> pool_pb2.ReuseOrder.ValueType:
-    """Encodes a reuse order."""
-    return _REUSE_ORDERS.number(order)
 
 
 def hash_scheme_from_proto(where: str, scheme: pool_pb2.HashScheme) -> HashScheme:
@@ -102,16 +97,6 @@ def hash_scheme_to_proto(scheme: HashScheme, *, with_none_hash: bool) -> pool_pb
         key_form=_KEY_FORMS.number(scheme.key_form),
         num_lookahead_tokens=scheme.num_lookahead_tokens,
     )
-
-
-def pool_state_to_proto(state: PoolState) -> pool_pb2.PoolState.ValueType:
-    """Encodes a pool's state."""
-    return _POOL_STATES.number(state)
-
-
-def pool_state_from_proto(state: int) -> PoolState:
-    """Decodes a pool state. An unknown state of a newer server is decoded as DEGRADED, i.e. not serving."""
-    return _POOL_STATES.member(state) or PoolState.DEGRADED
 
 
 def mapping_processes_to_proto(processes: Iterable[MappingProcess]) -> list[pool_pb2.MappingProcess]:

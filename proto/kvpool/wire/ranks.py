@@ -5,7 +5,7 @@ from typing import Final, assert_never
 from google.protobuf.message import DecodeError
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
-from kvpool.core.ids import MAX_BLOCKS, SessionNumber
+from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks import messages
 from kvpool.core.specs.base import KVCacheSpec
@@ -16,29 +16,11 @@ from kvpool.wire.errors import malformed_error
 from kvpool.wire.fields import field_values
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
-_REGISTRATION_FIELDS: Final = (
-    "rank",
-    "world_size",
-    "boot_id",
-    "available_bytes",
-    "device",
-    "host",
-    "pid",
-    "last_epoch",
-    "fences",
+_REGISTRATION_CONVERTED: Final = ("options", "layers", "held", "declared")
+_OPTIONS_CONVERTED: Final = (
+    *("reuse_order", "enable_caching", "hash_scheme", "retention_tokens"),
+    *("prefill_context_parallel_size", "mamba_cache_mode"),  # ranks keep their defaults
 )
-_OPTION_FIELDS: Final = (
-    "auto_fit_max_model_len",
-    "max_num_batched_tokens",
-    "max_num_encoder_input_tokens",
-    "num_blocks_override",
-    "disable_hybrid_kv_cache_manager",
-    "decode_context_parallel_size",
-    "block_outermost",
-    "use_eagle",
-    "enable_events",
-)
-"""Options for which 0 means the default."""
 
 
 def registration_from_proto(message: worker_pb2.Register) -> messages.Registration:
@@ -57,7 +39,7 @@ def registration_from_proto(message: worker_pb2.Register) -> messages.Registrati
     held = messages.HeldTensors(message.held.epoch, message.held.num_blocks) if message.HasField("held") else None
     declared = declared_from_proto("register.declared", message.declared) if message.HasField("declared") else None
     return messages.Registration(
-        **{name: getattr(message, name) for name in _REGISTRATION_FIELDS},
+        **field_values(messages.Registration, message, _REGISTRATION_CONVERTED),
         options=declared.options if declared else _options_from_proto(message.options),
         layers=declared.layers if declared else _layers_from_proto(message),
         held=held,
@@ -82,7 +64,7 @@ def registration_to_proto(pool_name: str, registration: messages.Registration) -
     held, declared = registration.held, registration.declared
     layers = {} if declared else registration.layers
     return worker_pb2.Register(
-        **{name: getattr(registration, name) for name in _REGISTRATION_FIELDS},
+        **field_values(messages.Registration, registration, _REGISTRATION_CONVERTED),
         protocol_version=PROTOCOL_VERSION,
         pool_name=pool_name,
         options=None if declared else _options_to_proto(registration.options),
@@ -138,9 +120,10 @@ def declared_to_proto(declared: messages.DeclaredMemory) -> worker_pb2.DeclaredM
 def _options_from_proto(message: worker_pb2.RankGroupOptions) -> messages.RankGroupOptions:
     where = "register.options"
     order = message.reuse_order or pool_pb2.REUSE_ORDER_UNCACHED_FIRST
+    values = field_values(messages.RankGroupOptions, message, _OPTIONS_CONVERTED)
+    values = {name: value for name, value in values.items() if value or name == "max_model_len"}  # 0: the default
     return messages.RankGroupOptions(
-        **{name: getattr(message, name) for name in _OPTION_FIELDS if getattr(message, name)},
-        max_model_len=message.max_model_len,
+        **values,
         reuse_order=wire_pools.reuse_order_from_proto(f"{where}.reuse_order", order),
         enable_caching=not message.disable_caching,
         hash_scheme=wire_pools.hash_scheme_from_proto(f"{where}.hash_scheme", message.hash_scheme),
@@ -150,23 +133,12 @@ def _options_from_proto(message: worker_pb2.RankGroupOptions) -> messages.RankGr
 
 def _options_to_proto(options: messages.RankGroupOptions) -> worker_pb2.RankGroupOptions:
     return worker_pb2.RankGroupOptions(
-        **{name: getattr(options, name) for name in _OPTION_FIELDS},
-        max_model_len=options.max_model_len,
-        reuse_order=wire_pools.reuse_order_to_proto(options.reuse_order),
+        **field_values(messages.RankGroupOptions, options, _OPTIONS_CONVERTED),
+        reuse_order=wire_pools.REUSE_ORDERS.number(options.reuse_order),
         disable_caching=not options.enable_caching,
         hash_scheme=wire_pools.hash_scheme_to_proto(options.hash_scheme, with_none_hash=True),
         retention_tokens=options.retention_tokens,
     )
-
-
-def allocated_from_proto(message: worker_pb2.Initialized) -> messages.Allocated:
-    """Decodes what a rank has allocated."""
-    return messages.Allocated(**field_values(messages.Allocated, message))
-
-
-def sessions_gone_from_proto(message: worker_pb2.SessionsGone) -> tuple[SessionNumber, ...]:
-    """Decodes the numbers of sessions of which a process has exited."""
-    return tuple(map(SessionNumber, message.session_numbers))
 
 
 def server_message_to_proto(message: messages.ServerMessage) -> worker_pb2.JoinResponse:
@@ -182,7 +154,7 @@ def server_message_to_proto(message: messages.ServerMessage) -> worker_pb2.JoinR
             return worker_pb2.JoinResponse(ready=worker_pb2.Ready(**field_values(messages.Ready, message)))
         case messages.PoolStatus():
             values = field_values(messages.PoolStatus, message)
-            values["state"] = wire_pools.pool_state_to_proto(message.state)
+            values["state"] = wire_pools.POOL_STATES.number(message.state)
             return worker_pb2.JoinResponse(status=worker_pb2.PoolStatus(**values))
         case messages.FenceSet():
             return worker_pb2.JoinResponse(fence=worker_pb2.Fence(**field_values(messages.FenceSet, message)))
@@ -210,11 +182,12 @@ def server_message_from_proto(response: worker_pb2.JoinResponse) -> messages.Ser
             return messages.Ready(**field_values(messages.Ready, response.ready))
         case "status":
             status = response.status
-            state = wire_pools.pool_state_from_proto(status.state)
+            state = (
+                wire_pools.POOL_STATES.member(status.state) or messages.PoolState.DEGRADED
+            )  # a state of a newer server
             return messages.PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
         case "fence":
-            fence = response.fence
-            return messages.FenceSet(**field_values(messages.FenceSet, fence))
+            return messages.FenceSet(**field_values(messages.FenceSet, response.fence))
         case _:
             return None
 

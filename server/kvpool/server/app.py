@@ -6,7 +6,6 @@ import random
 import secrets
 import signal
 from collections.abc import Callable, Coroutine
-from enum import Enum
 from functools import partial
 from typing import Any, Final
 
@@ -20,6 +19,7 @@ from kvpool.core.errors import NotPrimaryError
 from kvpool.core.memory_probe import process_memory
 from kvpool.core.state import State
 from kvpool.server.auth.certificates import Certificates
+from kvpool.server.auth.permissions import RULES
 from kvpool.server.auth.token_file import TokenFile
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM, ShardMember
@@ -44,28 +44,14 @@ from kvpool.server.services.standard_service import Health, Reflection
 from kvpool.server.services.worker_service import WorkerService
 from kvpool.server.shutdown import stopping_error
 from kvpool.server.status import Status
-from kvpool.v1 import (
-    admin_pb2,
-    admin_pb2_grpc,
-    allocator_pb2,
-    allocator_pb2_grpc,
-    directory_pb2,
-    directory_pb2_grpc,
-    event_pb2,
-    event_pb2_grpc,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from kvpool.v1 import admin_pb2_grpc, allocator_pb2_grpc, directory_pb2_grpc, event_pb2_grpc, worker_pb2_grpc
 from kvpool.wire.address import BoundSocket, bind_error, ip_addresses
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.http_server import HttpServer
 
-_SERVICES = tuple(
-    service.full_name
-    for file in (admin_pb2, allocator_pb2, directory_pb2, event_pb2, worker_pb2)
-    for service in file.DESCRIPTOR.services_by_name.values()
-)
-_DIRECTORY: Final = directory_pb2.DESCRIPTOR.services_by_name["DirectoryService"].full_name
+_SERVICES: Final = frozenset(method.partition("/")[0] for method in RULES if method.startswith("kvpool."))
+"""The names of kvpool's services: each of their methods has a rule."""
+_DIRECTORY: Final = "kvpool.v1.DirectoryService"
 """The service that also a standby serves."""
 
 _RESTART_GRACE_SECONDS: Final = 0.2
@@ -74,13 +60,6 @@ _RECHECK_SECONDS: Final = 1.0
 """Interval at which credentials, and the tokens of open calls, are checked again."""
 
 _log = logging.getLogger("kvpool.server")
-
-
-class Exit(Enum):
-    """What a process does when its server has ended: it stops, or starts again, as a standby."""
-
-    STOP = "stop"
-    RESTART = "restart"
 
 
 class Server:
@@ -173,7 +152,7 @@ class Server:
             await self.shard.replicator.listen()
         if self._config.metrics.address:
             self._metrics = self._status.serve()
-            self._run(self._status.watch(), "watch_status")
+            self._run(self._status.collector.watch(), "watch_status")
         await self._server.start()
         if self._journal:
             self._run(self._journal.run(), "write_journal")
@@ -232,16 +211,20 @@ class Server:
         self.components.calls.end_all(error)
         self.is_deposed.set()
 
-    async def run_until_over(self) -> Exit:
-        """Waits until the server should stop, hands over to a standby, and stops."""
+    async def run_until_over(self) -> bool:
+        """Waits until the server should stop, hands over to a standby, and stops.
+
+        Returns:
+            Whether the process should start again, as a standby.
+        """
         waits = [asyncio.create_task(self.components.shutdown.wait()), asyncio.create_task(self.is_deposed.wait())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        exit_ = Exit.STOP if waits[0].done() else Exit.RESTART
+        restarts = not waits[0].done()
         for wait in waits:
             wait.cancel()
         await self.hand_over()
         await self.stop()
-        return exit_
+        return restarts
 
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""
@@ -319,16 +302,18 @@ async def serve(
     config: ServerConfig,
     ready: Callable[[list[str]], None] | None = None,
     faults: FaultPoints = NO_FAULTS,
-) -> Exit:
+) -> bool:
     """Serves until SIGTERM, SIGINT or a stop requested by an operator, then stops gracefully.
 
-    A primary of a shard hands over to a standby before it stops. One that is deposed ends its calls, and returns
-    `Exit.RESTART`.
+    A primary of a shard hands over to a standby before it stops. One that is deposed ends its calls.
 
     Args:
         config: The settings.
         ready: Called with the addresses when the server listens.
         faults: Fault points; tests arm them.
+
+    Returns:
+        Whether the process should start again, as a standby.
     """
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)
@@ -343,12 +328,12 @@ async def serve(
     collect_old_garbage_rarely()
     if ready:
         ready(addresses)
-    if await server.run_until_over() is Exit.RESTART:
-        return Exit.RESTART
+    if await server.run_until_over():
+        return True
     for number in numbers:  # another signal while Python exits would make the exit status a failure
         loop.remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
-    return Exit.STOP
+    return False
 
 
 def _journal(config: ServerConfig, new_state: Callable[[], State], faults: FaultPoints) -> Journal | None:

@@ -126,7 +126,10 @@ class ServerConfig:
         if not self.addresses:
             raise ValueError("listen: at least one address is needed")
         for address in self.addresses:
-            _check_listen(address)
+            try:
+                check_address(address)
+            except ValueError as error:
+                raise ValueError(f"listen: {error}") from error
         for name, (low, high) in _RANGES.items():
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
@@ -147,10 +150,3 @@ class ServerConfig:
         for name, kind, address in endpoints:
             if address:
                 refuse_plaintext(name, kind, address, self.auth.allow_plaintext)
-
-
-def _check_listen(address: str) -> None:
-    try:
-        check_address(address)
-    except ValueError as error:
-        raise ValueError(f"listen: {error}") from error

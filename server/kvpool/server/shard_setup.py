@@ -46,7 +46,7 @@ def make_member(
     """
     cluster, etcd = config.cluster, config.cluster.etcd
     me = own_member(config)
-    identity = IdentityFile(Path(config.journal.folder), f"{etcd.cluster}/{cluster.shard}")
+    identity = IdentityFile(Path(config.journal.folder), etcd.shard)
     settings = MemberSettings(
         cluster,
         identity.identity.shard,

@@ -2,21 +2,22 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import Metric
 
 from kvpool.core.ids import PoolName
 from kvpool.server.auth.certificates import Certificates
 from kvpool.server.auth.token_file import TokenFile
-from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
+from kvpool.server.cluster.shard_metrics import shard_metrics
 from kvpool.server.http.collector import StatusCollector
 from kvpool.server.http.pages import StatusPages
 from kvpool.server.journal.journal import Journal
 from kvpool.server.limit_usage import limit_usage
-from kvpool.server.metrics.cluster_metrics import ShardSample
 from kvpool.server.metrics.observations import Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, copy_histograms
-from kvpool.server.metrics.server_metrics import Credentials, LoopCollector, awaited_from, on_loop, sampler
+from kvpool.server.metrics.server_metrics import LoopCollector, awaited_from, on_loop, sampler, server_metrics
 from kvpool.server.services.components import Components
 from kvpool.v1.admin_pb2 import ServerInfo
 from kvpool.wire.address import host_and_port
@@ -40,6 +41,7 @@ class Status:
 
     Attributes:
         is_started: Whether the server listens.
+        collector: Copies what the status page shows.
     """
 
     def __init__(  # noqa: PLR0913 - the parts that have a state
@@ -56,11 +58,11 @@ class Status:
         self.is_started = False
         self._parts = parts
         self._observations = observations
-        self._tokens = tokens
-        self._certificates = certificates
+        files = (("tokens", tokens), ("certificates", certificates))
+        self._credentials = {kind: each for kind, each in files if each}
         self._journal = journal
         self._shard = shard
-        self._collector = StatusCollector(parts, shard, self.readiness, server_info)
+        self.collector = StatusCollector(parts, shard, self.readiness, server_info)
 
     def serve(self) -> HttpServer:
         """Serves it at the configured address.
@@ -69,34 +71,17 @@ class Status:
             OSError: The address cannot be bound.
         """
         config = self._parts.config.metrics
-        credentials: dict[str, Credentials] = {}
-        if self._tokens:
-            credentials["tokens"] = self._tokens
-        if self._certificates:
-            credentials["certificates"] = self._certificates
-        sample = sampler(
-            self._sample_pools,
-            self._observations,
-            credentials,
-            with_vllm=config.vllm_names,
-            journal=self._journal.counts if self._journal else None,
-            sample_cluster=self._sample_cluster,
-            sample_limits=self._sample_limits,
-        )
+        sample = sampler(self._sample_pools, self._observations, self._other_metrics, with_vllm=config.vllm_names)
         host, port = host_and_port("metrics_listen", config.address)
         loop = asyncio.get_running_loop()
         try:
             pages = MetricsPages(LoopCollector(loop, sample), lambda: on_loop(loop, self.readiness))
-            status_pages = StatusPages(lambda: awaited_from(loop, self._collector.copy))
+            status_pages = StatusPages(lambda: awaited_from(loop, self.collector.copy))
             server = HttpServer(host, port, {**pages.handlers, **status_pages.handlers})
         except OSError as error:
             raise OSError(f"cannot serve metrics on {config.address}: {error.strerror}") from error
         _log.info("metrics listening", extra={"address": f"{host}:{server.port}"})
         return server
-
-    async def watch(self) -> None:
-        """See `StatusCollector.watch`."""
-        await self._collector.watch()
 
     def readiness(self) -> Readiness:
         """Whether the server can be used, and why not."""
@@ -126,13 +111,13 @@ class Status:
             pool.hit_curve.changed_tokens if pool and pool.hit_curve else {},
         )
 
-    def _sample_limits(self, pools: Sequence[PoolSample]) -> dict[str, float]:
+    def _other_metrics(self, pools: Sequence[PoolSample]) -> Iterator[Metric]:
         infos = [pool.info for pool in pools]
         journal = self._journal.counts if self._journal else None
-        return limit_usage(self._parts, infos, journal, serves=not self._is_standby())
+        usage = limit_usage(self._parts, infos, journal, serves=not self._is_standby())
+        yield from server_metrics(self._credentials, usage, journal)
+        if self._shard:
+            yield from shard_metrics(self._shard)
 
     def _is_standby(self) -> bool:
         return self._shard is not None and self._shard.refusal() is not None
-
-    def _sample_cluster(self) -> ShardSample | None:
-        return sample_shard(self._shard) if self._shard else None

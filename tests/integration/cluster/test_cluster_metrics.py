@@ -24,7 +24,7 @@ class _Server(CommandLineServer):
     def __init__(self, folder: Path, etcd: EtcdCluster) -> None:
         self.address, self._metrics, replication = (f"127.0.0.1:{free_port()}" for _ in range(3))
         options = ["--metrics-listen", self._metrics, "--replication-listen", replication, "--journal", folder]
-        options += ["--cluster", f"etcd://{','.join(etcd.endpoints)}/prod", "--shard", "llama"]
+        options += ["--cluster", f"etcd://{','.join(etcd.endpoints)}/llama"]
         options += ["--takeover-seconds", "30", "--standby-timeout-seconds", "30"]  # the machine may be busy
         super().__init__(self.address, options=options, waits=False)
 
@@ -38,7 +38,7 @@ class _Server(CommandLineServer):
         except OSError:
             return 0, ""
 
-    def value(self, name: str, labels: str = 'shard="prod/llama"') -> float | None:
+    def value(self, name: str, labels: str = 'shard="llama"') -> float | None:
         """The value of a sample; None if there is none."""
         status, text = self.get("/metrics")
         assert status in (0, 200), text
@@ -46,7 +46,7 @@ class _Server(CommandLineServer):
         return float(found[1]) if found else None
 
     def is_(self, role: str) -> bool:
-        return self.value("kvpool_shard_role", f'role="{role}",shard="prod/llama"') == 1
+        return self.value("kvpool_shard_role", f'role="{role}",shard="llama"') == 1
 
     def health(self, *options: str) -> int:
         """Exit status of `kvpool health`."""
@@ -73,7 +73,7 @@ def test_a_pair_reports_its_roles_a_takeover_and_a_lost_directory(tmp_path: Path
             client.create_pool(pool_config("m"))
         with AdminClient(f"{second.address},{first.address}") as admin:
             info = admin.overview().server
-            assert (info.shard, info.term) == ("prod/llama", 1)
+            assert (info.shard, info.term) == ("llama", 1)
         wait_until(lambda: first.value("kvpool_shard_confirm_seconds_count") == 1)
         assert first.value("kvpool_shard_in_sync_servers") == 2
         assert first.value("kvpool_shard_standbys_connected") == 1

@@ -197,7 +197,7 @@ async def another_version(
     folder: Path, store: Store, monkeypatch: pytest.MonkeyPatch, primary: ReplicaServer
 ) -> AsyncIterator[ReplicaServer]:
     """Runs a server with another core, which the primary has refused."""
-    monkeypatch.setattr("kvpool.server.cluster.replication_client.core_fingerprint", lambda: "another core")
+    monkeypatch.setattr("kvpool.server.cluster.messages.core_fingerprint", lambda: "another core")
     server = ReplicaServer(folder / "other", store)
     try:
         await server.start()

@@ -15,11 +15,11 @@ def commands() -> list[str]:
     return main.list_commands(click.Context(main))
 
 
-def test_the_help_shows_each_command_once_and_no_summary_is_cut() -> None:
+def test_the_help_fits_a_screen_and_shows_each_command_once() -> None:
     lines = kvpool("--help", COLUMNS="80").stdout.splitlines()
-    shown = [line.split()[0] for line in lines if line.startswith("  ") and line.split()[0] in commands()]
-    assert sorted(shown) == commands()
-    assert not [line for line in lines[1:] if line.endswith("...") or len(line) > 80]
+    assert len(lines) < 24  # the next prompt takes a line
+    assert max(map(len, lines)) <= 80
+    assert sorted(word for line in lines[2:] for word in line.split()[:2] if word in commands()) == commands()
 
 
 @pytest.mark.parametrize("group", ["shard", "token"])

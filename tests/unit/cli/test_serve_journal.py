@@ -21,9 +21,9 @@ def folder_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FolderOf:
     """Gives the folder of a server's journal for the arguments, a file of settings, and the environment."""
     started: list[ServerConfig] = []
 
-    async def serve(config: ServerConfig, _: object) -> app.Exit:
+    async def serve(config: ServerConfig, _: object) -> bool:
         started.append(config)
-        return app.Exit.STOP
+        return False
 
     def folder(*arguments: object, settings: str = "", **environment: str) -> str:
         (tmp_path / "serve.toml").write_text(settings)

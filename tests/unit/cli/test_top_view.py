@@ -54,8 +54,8 @@ def many(num_pools: int, num_sessions: int, name: str = "pool") -> Sample:
 
 
 def test_the_primary_of_a_shard_shows_its_term() -> None:
-    title = shown(Screen(80), sample(shard="prod/llama", term=7))[0]
-    assert title == "kvpool 1.2.3 at host:1, up 1m40s, primary of prod/llama in term 7"
+    title = shown(Screen(80), sample(shard="llama", term=7))[0]
+    assert title == "kvpool 1.2.3 at host:1, up 1m40s, primary of llama in term 7"
     assert "primary" not in shown(Screen(80), sample())[0]
 
 

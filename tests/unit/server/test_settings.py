@@ -27,7 +27,7 @@ def shard(**values: Any) -> str:
 def etcd(url: str, tls: str = "", user: str = "", password_file: str = "") -> str:
     password = Path(password_file) if password_file else None
     config = EtcdConfig.parse(url, TlsConfig(Path(tls)) if tls else None, user, password)
-    return f"{config.endpoints} at {config.prefix!r}, user {config.user!r}, {config.tls}"
+    return f"{config.endpoints} at {config.key!r}, user {config.user!r}, {config.tls}"
 
 
 KINDS: Final[dict[str, Callable[..., object]]] = {

@@ -62,7 +62,7 @@ async def fixture_make(tmp_path: Path) -> AsyncIterator[Make]:
 async def test_a_server_is_a_member_with_its_addresses(make: Make) -> None:
     shard = make(addresses=("127.0.0.1:50051", "unix:/tmp/s"))
     assert (shard.me.addresses, shard.me.replication_address) == (("127.0.0.1:50051",), "127.0.0.1:7000")
-    assert repr(shard).startswith("<ShardMember c/main")
+    assert repr(shard).startswith("<ShardMember c")
     advertised = make(advertise=("a:1", "b:2"), replication_advertise="a:3", replication_listen="0.0.0.0:7000")
     assert (advertised.me.addresses, advertised.me.replication_address) == (("a:1", "b:2"), "a:3")
     assert advertised.me.member_id == shard.me.member_id
@@ -90,8 +90,8 @@ async def test_addresses_that_others_cannot_use_are_refused(make: Make, name: st
 
 async def test_the_journal_of_another_shard_is_refused(make: Make) -> None:
     make()
-    with pytest.raises(OSError, match="belongs to shard c/main"):
-        make(shard="other")
+    with pytest.raises(OSError, match="belongs to shard c, this server to other"):
+        make(url="etcd://127.0.0.1:1/other")
 
 
 async def test_standbys_connect_with_tls_as_clients_do(make: Make, tmp_path: Path) -> None:

@@ -97,7 +97,6 @@ tokens: /etc/kvpool/tokens/tokens.toml
 {{- end }}
 {{- if .Values.shard.enabled }}
 cluster: {{ .Values.shard.etcd }}
-shard: {{ .Values.shard.name }}
 advertise: $(POD_NAME).{{ $server }}:50051
 replication_listen: 0.0.0.0:50060
 replication_advertise: $(POD_NAME).{{ $server }}:50060

@@ -18,7 +18,7 @@ from datetime import UTC, date, datetime
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 MIN_SALT_BYTES: Final = 16
 MAX_TOKENS: Final = 10_000
@@ -118,7 +118,9 @@ def read_tokens(path: Path) -> tuple[Grant, ...]:
         raise ValueError(f"tokens: {path}: needs at most {MAX_TOKENS} [[token]] entries and no other keys")
     if not tokens:
         raise ValueError(f"tokens: {path}: has no [[token]] entries; without any, no call is possible")
-    grants = tuple(_grant(f"tokens: {path}: entry {number}", entry) for number, entry in enumerate(tokens, start=1))
+    grants = tuple(
+        checked_grant(f"tokens: {path}: entry {number}", entry) for number, entry in enumerate(tokens, start=1)
+    )
     names = Counter(grant.name for grant in grants)
     digests = Counter(digest for grant in grants for digest in grant.digests)
     for grant in grants:
@@ -147,12 +149,14 @@ def entry_text(grant: Grant) -> str:
     return "\n".join(lines) + "\n"
 
 
-def checked_grant(where: str, entry: dict[str, Any]) -> Grant:
+def checked_grant(where: str, entry: object) -> Grant:
     """Makes a grant of the values of an entry.
 
     Raises:
         ValueError: A value is missing or invalid; the message names it, after `where`.
     """
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where}: needs [[token]]")  # noqa: TRY004 - an error in the file
     for number, key in enumerate(entry, start=1):
         if key not in _KEYS:
             raise ValueError(f"{where}: key {number} of the entry is unknown; the keys are {', '.join(_KEYS)}")
@@ -173,12 +177,6 @@ def checked_grant(where: str, entry: dict[str, Any]) -> Grant:
     if any("'" in pattern or not pattern.isprintable() for pattern in pools):
         raise ValueError(f"{where}: pools: contains characters that pool names cannot have")
     return Grant(name, Role(role), tuple(pools), tuple(map(bytes.fromhex, digests)), salt.encode(), expires)
-
-
-def _grant(where: str, entry: object) -> Grant:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{where}: needs [[token]]")  # noqa: TRY004 - an error in the file
-    return checked_grant(where, entry)
 
 
 def _strings(where: str, value: object) -> list[str]:

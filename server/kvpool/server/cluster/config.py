@@ -2,14 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
-from kvpool.server.cluster.directory import MAX_MEMBERS, NAME
+from kvpool.server.cluster.directory import MAX_MEMBERS
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import TlsConfig
-
-DEFAULT_SHARD: Final = "main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +14,12 @@ class ClusterConfig:
     """Settings of a server of a shard. All servers of a shard have the same, except for their addresses.
 
     Attributes:
-        url: The directory, `etcd://HOST:PORT,HOST:PORT/CLUSTER`; empty: the server is alone and needs no directory.
+        url: The directory, `etcd://HOST:PORT,HOST:PORT/SHARD`; empty: the server is alone and needs no directory.
         etcd_user: User of etcd; empty if etcd has no authentication.
         etcd_password_file: File with the user's password.
         etcd_tls_ca: PEM file of the authorities for etcd's certificates; None for gRPC's default roots.
         etcd_tls_cert: PEM file of this server's certificate for etcd, if etcd requires one.
         etcd_tls_key: Its private key.
-        shard: Name of the shard.
         standbys: Number of standbys that a shard should have; fewer are reported.
         replication_listen: Address at which standbys connect, `host:port`.
         claim_term: Term that this server begins when it starts, whatever the directory holds, unless a server has seen
@@ -49,7 +45,6 @@ class ClusterConfig:
     etcd_tls_ca: Path | None = None
     etcd_tls_cert: Path | None = None
     etcd_tls_key: Path | None = None
-    shard: str = DEFAULT_SHARD
     standbys: int = 1
     claim_term: int = 0
     replication_listen: str = ""
@@ -69,8 +64,6 @@ class ClusterConfig:
         _ = self.etcd
         if not self.replication_listen:
             raise ValueError("replication_listen: a server of a cluster needs an address for its standbys")
-        if not NAME.fullmatch(self.shard):
-            raise ValueError(f"shard: {self.shard!r} is not 1 to 64 letters, digits, '.', '_' and '-'")
         host_and_port("replication_listen", self.replication_listen)
         for name, addresses in (
             ("advertise", self.advertise),

@@ -1,6 +1,6 @@
-"""The directory: a small record per shard, who is primary and in sync.
+"""The directory of a shard: a small record that says who is primary and in sync.
 
-1. A record changes only by compare-and-swap on its revision. Revisions of a shard only increase.
+1. The record changes only by compare-and-swap on its revision. Revisions only increase.
 2. A swap whose outcome is unknown may still be applied later. Repeat it until its outcome is known: `change_id` makes a
    record recognizable, so that a repetition which loses against the first attempt counts as won.
 3. Every read is linearizable. A watch may lag behind, and never goes back.
@@ -15,14 +15,12 @@ from typing import Final, NewType, Protocol
 MAX_MEMBERS: Final = 8
 """Maximum number of servers of a shard."""
 NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
-"""Names of clusters and shards."""
+"""Names of shards."""
 MEMBER_ID_BYTES: Final = 8
 """Random bytes of a member's id, which has two hexadecimal digits for each."""
 
 MemberId = NewType("MemberId", str)
 """Random id of a server of a shard. It names what the server has in memory and in its journal, not its machine."""
-
-ShardName = NewType("ShardName", str)
 
 
 def new_member_id() -> MemberId:
@@ -132,15 +130,15 @@ class DamagedRecordError(Exception):
 
 
 class Directory(Protocol):
-    """A store of shard records. Its methods raise DirectoryError and DamagedRecordError."""
+    """Holds the record of a shard. Its methods raise DirectoryError and DamagedRecordError."""
 
-    async def get(self, shard: ShardName) -> VersionedRecord:
-        """Reads an entry."""
+    async def get(self) -> VersionedRecord:
+        """Reads the entry."""
 
-    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
+    async def compare_and_swap(self, revision: int, record: ShardRecord) -> SwapResult:
         """Writes a record if the entry still has this revision; 0: if there is none."""
 
-    def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
+    def watch(self) -> AsyncIterator[VersionedRecord]:
         """Yields the entry as it is now, then after each change.
 
         Changes that follow each other quickly may be left out. It continues after lost connections, and raises

@@ -6,7 +6,7 @@ import time
 from typing import Final
 
 from kvpool.server.cluster import effects, events
-from kvpool.server.cluster.directory import DamagedRecordError, Directory, DirectoryError, ShardName
+from kvpool.server.cluster.directory import DamagedRecordError, Directory, DirectoryError
 from kvpool.server.cluster.replica import Driver
 from kvpool.wire.backoff import Backoff
 
@@ -22,15 +22,13 @@ class DirectoryClient:
     Args:
         driver: Runs the replica.
         directory: The directory.
-        name: `CLUSTER/SHARD`.
+        name: Name of the shard.
 
     Attributes:
-        shard: `SHARD`.
         error: Why the directory cannot be used; empty while it can.
     """
 
     def __init__(self, driver: Driver, directory: Directory, name: str) -> None:
-        self.shard = ShardName(name.partition("/")[2])
         self.error = ""
         self._driver = driver
         self._directory = directory
@@ -41,7 +39,7 @@ class DirectoryClient:
     async def swap(self, swap: effects.SendSwap) -> None:
         """Sends a swap once. The replica has it sent again while its outcome is unknown."""
         try:
-            result = await self._directory.compare_and_swap(self.shard, swap.revision, swap.record)
+            result = await self._directory.compare_and_swap(swap.revision, swap.record)
             self._driver.step(events.SwapEnded(result))
         except (DirectoryError, DamagedRecordError) as error:
             self._failed(error)
@@ -54,7 +52,7 @@ class DirectoryClient:
         """Reads the entry, and tries again until it can be read."""
         while True:
             try:
-                entry = await self._directory.get(self.shard)
+                entry = await self._directory.get()
             except (DirectoryError, DamagedRecordError) as error:
                 self._failed(error)
             else:
@@ -66,7 +64,7 @@ class DirectoryClient:
         """Reads each change of the entry, indefinitely."""
         while True:
             try:
-                async for entry in self._directory.watch(self.shard):
+                async for entry in self._directory.watch():
                     self._read(events.DirectoryRead(entry))
             except (DirectoryError, DamagedRecordError) as error:
                 self._failed(error)

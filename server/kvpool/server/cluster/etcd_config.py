@@ -9,8 +9,8 @@ from kvpool.server.cluster.directory import NAME
 from kvpool.wire.address import host_and_port, is_loopback
 from kvpool.wire.channels import TlsConfig
 
-_URL: Final = re.compile(r"(?P<scheme>etcds?)://(?P<endpoints>[^/?#@]+)(/(?P<cluster>[^/?#]*))?")
-DEFAULT_CLUSTER: Final = "default"
+_URL: Final = re.compile(r"(?P<scheme>etcds?)://(?P<endpoints>[^/?#@]+)(/(?P<shard>[^/?#]*))?")
+DEFAULT_SHARD: Final = "main"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,14 +19,14 @@ class EtcdConfig:
 
     Attributes:
         endpoints: Addresses of etcd's members, `host:port`.
-        cluster: Name of the kvpool cluster. Clusters in one etcd do not see each other.
+        shard: Name of the shard. Shards in one etcd do not see each other.
         tls: TLS settings; None for plaintext.
         user: User of etcd; empty if etcd has no authentication.
         password_file: File with the user's password. It is read again for each authentication.
     """
 
     endpoints: tuple[str, ...]
-    cluster: str = DEFAULT_CLUSTER
+    shard: str = DEFAULT_SHARD
     tls: TlsConfig | None = None
     user: str = ""
     password_file: Path | None = None
@@ -38,8 +38,8 @@ class EtcdConfig:
             host_and_port("cluster", endpoint)
         if len(set(self.endpoints)) != len(self.endpoints):
             raise ValueError("cluster: an endpoint of etcd appears twice")
-        if not NAME.fullmatch(self.cluster):
-            raise ValueError(f"cluster: name {self.cluster!r}: needs 1 to 64 letters, digits, '.', '_' or '-'")
+        if not NAME.fullmatch(self.shard):
+            raise ValueError(f"cluster: name {self.shard!r}: needs 1 to 64 letters, digits, '.', '_' or '-'")
         if bool(self.user) != (self.password_file is not None):
             raise ValueError("cluster: a user of etcd and a password file each require the other")
         if self.user and not self.tls and not all(map(is_loopback, self.endpoints)):
@@ -50,7 +50,7 @@ class EtcdConfig:
         """Makes a configuration from a URL.
 
         Args:
-            url: `etcd://host1:2379,host2:2379/CLUSTER`, or `etcds://` for TLS. CLUSTER may be left out.
+            url: `etcd://host1:2379,host2:2379/SHARD`, or `etcds://` for TLS. SHARD may be left out.
             tls: TLS settings. They turn TLS on, with either scheme.
             user: See `EtcdConfig`.
             password_file: See `EtcdConfig`.
@@ -62,12 +62,12 @@ class EtcdConfig:
             raise ValueError("cluster: the URL must not have a user; set etcd_user and etcd_password_file")
         found = _URL.fullmatch(url)
         if found is None:
-            raise ValueError(f"cluster: {url!r}: needs etcd://HOST:PORT[,HOST:PORT...][/CLUSTER], or etcds:// for TLS")
+            raise ValueError(f"cluster: {url!r}: needs etcd://HOST:PORT[,HOST:PORT...][/SHARD], or etcds:// for TLS")
         if tls is None and found["scheme"] == "etcds":
             tls = TlsConfig()
-        return cls(tuple(found["endpoints"].split(",")), found["cluster"] or DEFAULT_CLUSTER, tls, user, password_file)
+        return cls(tuple(found["endpoints"].split(",")), found["shard"] or DEFAULT_SHARD, tls, user, password_file)
 
     @property
-    def prefix(self) -> bytes:
-        """What the keys of this cluster begin with."""
-        return f"/kvpool/{self.cluster}/".encode()
+    def key(self) -> bytes:
+        """The key of the shard's record."""
+        return f"/kvpool/{self.shard}".encode()

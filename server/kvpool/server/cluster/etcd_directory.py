@@ -1,6 +1,6 @@
-"""The directory in etcd: the keys `/kvpool/CLUSTER/shards/NAME`.
+"""The directory in etcd: the key `/kvpool/SHARD`.
 
-A record's revision is the `mod_revision` of its key, so it increases over a deletion, too.
+The record's revision is the `mod_revision` of the key, so it increases over a deletion, too.
 """
 
 import asyncio
@@ -12,7 +12,6 @@ from kvpool.etcd import kv_pb2, rpc_pb2
 from kvpool.server.cluster.directory import (
     DamagedRecordError,
     DirectoryError,
-    ShardName,
     ShardRecord,
     SwapResult,
     VersionedRecord,
@@ -45,23 +44,23 @@ class EtcdDirectory:
         self, config: EtcdConfig, *, call_timeout_seconds: float = 3.0, attempt_timeout_seconds: float = 1.0
     ) -> None:
         self._client = EtcdClient(config, call_timeout_seconds, attempt_timeout_seconds)
-        self._shards = config.prefix + b"shards/"
+        self._key = config.key
+        self._range = rpc_pb2.RangeRequest(key=self._key)
 
-    async def get(self, shard: ShardName) -> VersionedRecord:
+    async def get(self) -> VersionedRecord:
         """See `Directory`."""
-        return _entry_of((await self._client.read(self._range(shard))).kvs)
+        return _entry_of((await self._client.read(self._range)).kvs)
 
-    async def compare_and_swap(self, shard: ShardName, revision: int, record: ShardRecord) -> SwapResult:
+    async def compare_and_swap(self, revision: int, record: ShardRecord) -> SwapResult:
         """See `Directory`. A swap that finds its own `change_id` has won: an earlier attempt was applied.
 
         Raises:
             ValueError: The record is invalid.
         """
-        key = self._key(shard)
         request = rpc_pb2.TxnRequest(
-            compare=[_has_revision(key, revision)],
-            success=[rpc_pb2.RequestOp(request_put=rpc_pb2.PutRequest(key=key, value=encode_record(record)))],
-            failure=[rpc_pb2.RequestOp(request_range=self._range(shard))],
+            compare=[_has_revision(self._key, revision)],
+            success=[rpc_pb2.RequestOp(request_put=rpc_pb2.PutRequest(key=self._key, value=encode_record(record)))],
+            failure=[rpc_pb2.RequestOp(request_range=self._range)],
         )
         response = await self._client.write(request)
         if response.succeeded:
@@ -69,7 +68,7 @@ class EtcdDirectory:
         found = _entry_of(response.responses[0].response_range.kvs)
         return SwapResult(won=found.record is not None and found.record.change_id == record.change_id, entry=found)
 
-    async def watch(self, shard: ShardName) -> AsyncGenerator[VersionedRecord, None]:
+    async def watch(self) -> AsyncGenerator[VersionedRecord, None]:
         """See `Directory`.
 
         An entry without a record has the revision of the deletion, or of the read. A swap needs revision 0 then.
@@ -80,14 +79,14 @@ class EtcdDirectory:
         backoff = Backoff(0.1, 1.0)
         while not self._client.is_closed:
             try:
-                response = await self._client.read(self._range(shard))
+                response = await self._client.read(self._range)
                 now = _entry_of(response.kvs) if response.kvs else VersionedRecord(response.header.revision, None)
                 is_still_none = last is not None and last.record is None and now.record is None
                 if now != last and not is_still_none:
                     last = now
                     yield now
                 with contextlib.suppress(EtcdUnavailableError):  # the read asks all members
-                    changes = self._client.changes(self._range(shard), response.header.revision + 1)
+                    changes = self._client.changes(self._range, response.header.revision + 1)
                     async with contextlib.aclosing(changes):
                         async for events in changes:
                             for event in events:
@@ -102,12 +101,6 @@ class EtcdDirectory:
     async def close(self) -> None:
         """See `Directory`. Calls in progress raise DirectoryError; watches end."""
         await self._client.close()
-
-    def _key(self, shard: ShardName) -> bytes:
-        return self._shards + shard.encode()
-
-    def _range(self, shard: ShardName) -> rpc_pb2.RangeRequest:
-        return rpc_pb2.RangeRequest(key=self._key(shard))
 
 
 def _has_revision(key: bytes, revision: int) -> rpc_pb2.Compare:

@@ -125,8 +125,8 @@ class Facts:
 
     @property
     def num_missing(self) -> int:
-        """Number of standbys that the shard lacks, those that are not in sync included."""
-        return max(self.config.wanted_standbys - (len(self.in_sync) - 1), 0)
+        """Number of standbys that are wanted beside this primary and not in sync; 0 for another server."""
+        return max(self.config.wanted_standbys - (len(self.in_sync) - 1), 0) if self.role is Role.PRIMARY else 0
 
     @property
     def is_following(self) -> bool:

@@ -31,7 +31,7 @@ class HandOvers:
     Args:
         driver: Runs the replica.
         check: The standbys that it accepts.
-        shard: `CLUSTER/SHARD`.
+        shard: Name of the shard.
     """
 
     def __init__(self, driver: Driver, check: StandbyCheck, shard: str) -> None:
@@ -53,27 +53,24 @@ class HandOvers:
             Whether this server was the primary, and is deposed now.
         """
         async with self._lock:
-            return await self._run(hold, resume)
-
-    async def _run(self, hold: Callable[[], None], resume: Callable[[], None]) -> bool:
-        replica, waiting = self._driver.replica, self._check.waiting
-        connected = [member for member in replica.in_sync if member.member_id in replica.standbys.connected]
-        candidates = [*connected, *waiting]
-        if replica.role is not Role.PRIMARY or not candidates:
-            return False
-        successor = candidates[0].member_id
-        copies = candidates[0] in waiting
-        _log.info("handing over", extra={"shard": self._shard, "member": successor})
-        hold()
-        try:
-            self._driver.step(events.HandOver(successor, is_alone=copies))
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_COPY_SECONDS if copies else _SECONDS):
-                    while replica.role is Role.PRIMARY and replica.successor:
-                        await self._driver.changed.wait()
-        finally:  # also if the caller has gone
-            if replica.role is Role.PRIMARY:
-                _log.warning("not handed over", extra={"shard": self._shard})
-                self._driver.step(events.HandOver(None))
-                resume()
-        return replica.role is not Role.PRIMARY
+            replica, waiting = self._driver.replica, self._check.waiting
+            connected = [member for member in replica.in_sync if member.member_id in replica.standbys.connected]
+            candidates = [*connected, *waiting]
+            if replica.role is not Role.PRIMARY or not candidates:
+                return False
+            successor = candidates[0].member_id
+            copies = candidates[0] in waiting
+            _log.info("handing over", extra={"shard": self._shard, "member": successor})
+            hold()
+            try:
+                self._driver.step(events.HandOver(successor, is_alone=copies))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_COPY_SECONDS if copies else _SECONDS):
+                        while replica.role is Role.PRIMARY and replica.successor:
+                            await self._driver.changed.wait()
+            finally:  # also if the caller has gone
+                if replica.role is Role.PRIMARY:
+                    _log.warning("not handed over", extra={"shard": self._shard})
+                    self._driver.step(events.HandOver(None))
+                    resume()
+            return replica.role is not Role.PRIMARY

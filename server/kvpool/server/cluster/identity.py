@@ -11,7 +11,6 @@ process, a pair whose processes both restart could not tell whose journal is com
 import json
 import logging
 import os
-import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -23,7 +22,6 @@ from kvpool.server.journal.folder import sync_directory
 from kvpool.wire.file_ids import file_id
 
 _NAME: Final = "member"
-_SHARD: Final = re.compile(f"{NAME.pattern}/{NAME.pattern}")
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -33,7 +31,7 @@ class Identity:
     """The identity of a server.
 
     Attributes:
-        shard: `CLUSTER/SHARD`.
+        shard: Name of the shard.
         member_id: Its id, which outlives its process.
         known_term: Term of the newest record that it has seen; an older record in the directory is refused.
         known_revision: Revision of that record. A backup of the directory may have the same term, and name as in sync
@@ -61,7 +59,7 @@ class IdentityFile:
 
     Args:
         folder: The journal's folder.
-        shard: `CLUSTER/SHARD` of this server.
+        shard: Name of the shard of this server.
 
     Attributes:
         identity: The identity. It is new if there is no file; that of a copy has a new member id.
@@ -139,14 +137,11 @@ def read_identity(folder: Path) -> Identity | None:
     path = folder / _NAME
     damage = OSError(f"{path} is damaged; delete it if this server has no standby")
     try:
-        values = json.loads(path.read_text())
-        if isinstance(values, dict):
-            values.setdefault("known_revision", 0)  # a file from before revisions were kept
-        identity = from_plain(Identity, values)
+        identity = from_plain(Identity, json.loads(path.read_text()))
     except FileNotFoundError:
         return None
     except (ValueError, DamageError) as error:
         raise damage from error
-    if not is_member_id(identity.member_id) or not _SHARD.fullmatch(identity.shard):
+    if not is_member_id(identity.member_id) or not NAME.fullmatch(identity.shard):
         raise damage
     return identity

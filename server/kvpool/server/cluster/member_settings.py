@@ -14,7 +14,7 @@ class MemberSettings:
 
     Attributes:
         cluster: The settings of the shard.
-        shard: `CLUSTER/SHARD`.
+        shard: Name of the shard.
         me: This server.
         server_tls: TLS for the connections of standbys; None for plaintext.
         client_tls: TLS for the connection to a primary; None for plaintext.

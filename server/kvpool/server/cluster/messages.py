@@ -34,7 +34,7 @@ class Hello:
 
     Attributes:
         version: Version of the stream.
-        shard: `CLUSTER/SHARD`, which both servers must have.
+        shard: Name of the shard, which both servers must have.
         core: `core_fingerprint` of the standby.
         token: Its token; empty for none.
         member: The standby.

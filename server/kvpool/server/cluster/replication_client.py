@@ -13,19 +13,10 @@ import time
 from typing import Final
 
 from kvpool.core.errors import KvpoolError
-from kvpool.server.cluster import events
+from kvpool.server.cluster import events, messages
 from kvpool.server.cluster.directory import Member
 from kvpool.server.cluster.facts import NOT_CONNECTED
 from kvpool.server.cluster.member_settings import MemberSettings
-from kvpool.server.cluster.messages import (
-    VERSION,
-    Hello,
-    Refused,
-    acknowledgement,
-    answer_of,
-    core_fingerprint,
-    to_frame,
-)
 from kvpool.server.cluster.recorder import Recorder
 from kvpool.server.cluster.replica import Driver
 from kvpool.server.cluster.replicated_state import ReplicatedState
@@ -104,15 +95,15 @@ class ReplicationClient:
         if self._stream:
             self._stream.acknowledge(position)
 
-    def hello(self, term: int) -> Hello:
+    def hello(self, term: int) -> messages.Hello:
         """The first message in a term.
 
         Raises:
             OSError: The token cannot be read.
         """
-        settings = self._settings
-        token, core = settings.cluster.replication_token(), core_fingerprint()
-        return Hello(VERSION, settings.shard, core, token, settings.me, term, self.resumed_term, self.position)
+        settings, core = self._settings, messages.core_fingerprint()
+        token, resumed = settings.cluster.replication_token(), (self.resumed_term, self.position)
+        return messages.Hello(messages.VERSION, settings.shard, core, token, settings.me, term, *resumed)
 
     def ended(self, stream: "PrimaryStream") -> None:
         """Handles the end of a connection."""
@@ -140,7 +131,7 @@ class ReplicationClient:
 
     async def _open(self, term: int, address: str) -> None:
         host, port = host_and_port("replication_address", address)
-        stream = self._stream = PrimaryStream(self, term, to_frame(self.hello(term)))
+        stream = self._stream = PrimaryStream(self, term, messages.to_frame(self.hello(term)))
         async with asyncio.timeout(CONNECT_SECONDS):
             await asyncio.get_running_loop().create_connection(
                 lambda: stream, host, port, ssl=self._settings.client_tls
@@ -223,7 +214,7 @@ class PrimaryStream(asyncio.Protocol):
     def acknowledge(self, position: int) -> None:
         """Acknowledges everything up to a position."""
         if self._transport and not self.is_left:
-            self._transport.write(acknowledgement(position))
+            self._transport.write(messages.acknowledgement(position))
 
     def leave(self) -> None:
         """Ends the connection."""
@@ -261,8 +252,8 @@ class PrimaryStream(asyncio.Protocol):
             self._client.driver.step(events.Executed(position))
 
     def _answered(self, frame: Frame) -> None:
-        client, answer = self._client, answer_of(frame.kind, frame.payload)
-        if isinstance(answer, Refused):
+        client, answer = self._client, messages.answer_of(frame.kind, frame.payload)
+        if isinstance(answer, messages.Refused):
             if client.is_new_failure(answer.message):
                 _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
             self.leave()

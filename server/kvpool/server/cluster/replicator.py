@@ -12,18 +12,9 @@ import logging
 from typing import Final
 
 from kvpool.core.errors import KvpoolError
-from kvpool.server.cluster import events
+from kvpool.server.cluster import events, messages
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.member_settings import MemberSettings
-from kvpool.server.cluster.messages import (
-    MAX_HELLO_BYTES,
-    Hello,
-    Refused,
-    Welcome,
-    acknowledged_position,
-    hello_of,
-    to_frame,
-)
 from kvpool.server.cluster.record_buffer import MARK, RecordBuffer
 from kvpool.server.cluster.replica import Driver
 from kvpool.server.cluster.replicated_state import ReplicatedState
@@ -160,7 +151,7 @@ class Replicator:
             _log.warning("standby lost", extra={"member": member.member_id, "address": member.addresses})
             self.driver.step(events.StandbyLost(member.member_id))
 
-    def accept(self, connection: "StandbyConnection", hello: Hello) -> None:
+    def accept(self, connection: "StandbyConnection", hello: messages.Hello) -> None:
         """Handles a standby's HELLO.
 
         Raises:
@@ -201,7 +192,7 @@ class StandbyConnection(asyncio.Protocol):
         self._acknowledged = NOTHING
         self._replicator = replicator
         self._transport: asyncio.Transport | None = None
-        self._parser = FrameParser(MAX_HELLO_BYTES)
+        self._parser = FrameParser(messages.MAX_HELLO_BYTES)
         self._timer: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
         self._writable = asyncio.Event()
@@ -282,14 +273,14 @@ class StandbyConnection(asyncio.Protocol):
     def _hello(self, frame: Frame) -> None:
         if frame.kind is not FrameKind.HELLO:
             raise DamageError(f"a {frame.kind.name} instead of a HELLO")
-        hello = hello_of(frame.payload)
+        hello = messages.hello_of(frame.payload)
         if self._timer:
             self._timer.cancel()
         self._parser.max_payload_bytes = _MAX_ACKNOWLEDGEMENT_BYTES
         self._replicator.accept(self, hello)
 
     def _acknowledge(self, member: Member, frame: Frame) -> None:
-        replicator, position = self._replicator, acknowledged_position(frame.payload)
+        replicator, position = self._replicator, messages.acknowledged_position(frame.payload)
         is_possible = self._acknowledged <= position <= replicator.log.last_position
         if frame.kind is not FrameKind.ACKNOWLEDGED or not is_possible:
             raise DamageError(f"a {frame.kind.name} of position {position}")
@@ -299,12 +290,12 @@ class StandbyConnection(asyncio.Protocol):
 
     def _welcome(self, position: int, *, resumes: bool) -> None:
         now_seconds = self._replicator.state.clock.now_seconds()
-        self.write(to_frame(Welcome(position, resumes=resumes, now_seconds=now_seconds)))
+        self.write(messages.to_frame(messages.Welcome(position, resumes=resumes, now_seconds=now_seconds)))
 
     def _refuse(self, reason: str, message: str) -> None:
         if self._replicator.is_new_refusal(message):
             _log.warning("standby refused", extra={"reason": reason, "error": message})
-        self.write(to_frame(Refused(reason, message)))
+        self.write(messages.to_frame(messages.Refused(reason, message)))
         if self._transport:
             self._transport.close()  # when everything is sent
 

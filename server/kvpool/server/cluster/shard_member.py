@@ -59,8 +59,7 @@ class ShardMember:
         server: The server around it.
 
     Attributes:
-        name: `CLUSTER/SHARD`.
-        shard: `SHARD`.
+        name: Name of the shard.
         me: This server.
         directory: The directory.
         state: The state.
@@ -97,7 +96,6 @@ class ShardMember:
         )
         self.changed = asyncio.Event()
         self.directory_client = DirectoryClient(self, directory, self.name)
-        self.shard = self.directory_client.shard
         self.check = StandbyCheck(settings, self.replica)
         self.replicator = Replicator(self, settings, state, self.check)
         self.gate = Gate(self.replica, self.replicator, settings.cluster.confirm_seconds)

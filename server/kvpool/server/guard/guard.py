@@ -105,7 +105,7 @@ class Guard(grpc.aio.ServerInterceptor):
                     raise
                 except Exception as error:  # noqa: BLE001 - the boundary: a bug must end this call alone, and is logged
                     if isinstance(error, ExhaustedError | MemoryError):
-                        self._observations.limit_refusal(getattr(error, "reason", OUT_OF_MEMORY))
+                        self._observations.limit_refusals[getattr(error, "reason", OUT_OF_MEMORY)] += 1
                     await abort_with(call.context, error, method)
 
         make = (

@@ -148,7 +148,7 @@ class TokenCheck:
         return UnauthenticatedError("TOKEN_REVOKED", "the token was revoked")
 
     def _refused(self, method: str, peer: str, token_name: str, error: KvpoolError) -> None:
-        self._observations.refusal(error.reason)
+        self._observations.refusals[error.reason] += 1
         self._unlogged += 1
         now_seconds = time.monotonic()
         if now_seconds < self._log_after_seconds:

@@ -17,13 +17,13 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import PoolName
 from kvpool.core.views.block_map import MAX_CELLS, MAX_SAMPLED_BLOCKS, BlockMap, BlockMapScan
 from kvpool.core.views.inspection import MAX_COUNTED_REQUESTS, Page, page_of_sessions
-from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.http.history import SAMPLE_SECONDS, History
 from kvpool.server.http.recent_events import RecentEvents
 from kvpool.server.services.components import Components
 from kvpool.v1.admin_pb2 import ServerInfo
 from kvpool.v1.pool_pb2 import PoolInfo
+from kvpool.wire.fields import field_values
 from kvpool.wire.metrics_pages import Readiness
 from kvpool.wire.picture import session_info
 
@@ -140,7 +140,8 @@ class StatusCollector:
             scan = BlockMapScan(pool, cells, sampled)
             while scan.advance():
                 yield "", None
-            maps.append(_map_json(pool, scan.result))
+            figures = field_values(BlockMap, scan.result)
+            maps.append({"pool": pool.config.name, "num_blocks": pool.config.num_blocks - 1, **figures})
             yield "", None
 
     def _pool_json(self, info: PoolInfo, cached: dict[str, int]) -> dict[str, Any]:
@@ -200,30 +201,15 @@ class StatusCollector:
 
     def _server_json(self) -> dict[str, Any]:
         found = self._readiness()
-        shard = sample_shard(self._shard) if self._shard else None
+        replica = self._shard.replica if self._shard else None
         return {
             "info": self._server_info(),
             "taken_seconds": round(time.time(), 3),
             "is_ready": found.is_ready,
             "detail": found.detail,
-            "role": shard.role if shard else "",
-            "standbys_missing": shard.standbys_missing if shard else 0,
-            "is_directory_up": shard.is_directory_up if shard else True,
+            "role": replica.role.value if replica else "",
+            "standbys_missing": replica.num_missing if replica else 0,
+            "is_directory_up": not (self._shard and self._shard.directory_client.error),
             "num_pools": len(self._names()),
             "cost_seconds": round(self._cost_seconds, 6),
         }
-
-
-def _map_json(pool: KVCacheManager, found: BlockMap) -> dict[str, Any]:
-    return {
-        "pool": pool.config.name,
-        "num_blocks": pool.config.num_blocks - 1,
-        "blocks_per_cell": found.blocks_per_cell,
-        "is_sampled": found.is_sampled,
-        "in_use": found.in_use,
-        "pending": found.pending,
-        "quarantined": found.quarantined,
-        "cached": found.cached,
-        "sessions": found.sessions,
-        "reuse_percent": found.reuse_percent,
-    }

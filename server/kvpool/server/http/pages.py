@@ -56,7 +56,6 @@ class StatusPages:
 
     def __init__(self, copy: Callable[[], Awaitable[Copied]]) -> None:
         self._copy = copy
-        self._files = {path: _File(name, content_type) for path, (name, content_type) in _FILES.items()}
         self._newest: dict[str, bytes] = {}
         self._due_seconds = 0.0
         self._copying: asyncio.Task[None] | None = None
@@ -66,7 +65,8 @@ class StatusPages:
     def handlers(self) -> Mapping[str, Handler]:
         """The handler of each path."""
         parts = {f"{_API}/{name}.json": self._part_handler(name) for name in PARTS}
-        return {f"{_API}/stream": self._stream, **parts, **{path: each.answer for path, each in self._files.items()}}
+        static = {path: _file_handler(name, content_type) for path, (name, content_type) in _FILES.items()}
+        return {f"{_API}/stream": self._stream, **parts, **static}
 
     def _part_handler(self, name: str) -> Handler:
         async def answer(_: web.BaseRequest) -> web.StreamResponse:
@@ -80,7 +80,8 @@ class StatusPages:
         if asyncio.get_running_loop().time() >= self._due_seconds:
             if self._copying is None or self._copying.done():
                 self._copying = asyncio.create_task(self._refresh())
-                self._copying.add_done_callback(_retrieved)  # also if all who waited for it have left
+                # Its error counts as seen, also if all who waited for it have left.
+                self._copying.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.shield(self._copying)  # others may wait for it, too
         return self._newest
 
@@ -138,24 +139,18 @@ class StatusPages:
             await response.write(content)
 
 
-def _retrieved(task: asyncio.Task[None]) -> None:
-    if not task.cancelled():
-        task.exception()
+def _file_handler(name: str, content_type: str) -> Handler:
+    """Returns a handler that sends a file of the page, or that the peer has it."""
+    content = (files("kvpool.server.http") / "static" / name).read_bytes()
+    etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+    headers = {"Content-Type": f"{content_type}; charset=utf-8", "ETag": etag, **_HEADERS}
 
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        if request.headers.get("If-None-Match") == etag:
+            return web.Response(status=304, headers=headers)
+        return web.Response(body=content, headers=headers)
 
-class _File:
-    """A file of the page."""
-
-    def __init__(self, name: str, content_type: str) -> None:
-        self._content = (files("kvpool.server.http") / "static" / name).read_bytes()
-        etag = hashlib.sha256(self._content).hexdigest()[:16]
-        self._headers = {"Content-Type": f"{content_type}; charset=utf-8", "ETag": f'"{etag}"', **_HEADERS}
-
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Sends the file, or that the peer has it."""
-        if request.headers.get("If-None-Match") == self._headers["ETag"]:
-            return web.Response(status=304, headers=self._headers)
-        return web.Response(body=self._content, headers=self._headers)
+    return answer
 
 
 def _encoded(part: Any) -> bytes:  # noqa: ANN401 - a JSON value, with messages

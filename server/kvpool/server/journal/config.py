@@ -14,18 +14,14 @@ class JournalConfig:
     Attributes:
         folder: The journal's folder; empty for no journal.
         max_bytes: Maximum size of all its files together. A log of 1/256 of it is followed by a snapshot.
-        retry_seconds: Time after which a journal that could not be written is started again.
     """
 
     folder: str = ""
     max_bytes: int = 2**30
-    retry_seconds: float = 5.0
 
     def __post_init__(self) -> None:
         if self.max_bytes < _MIN_JOURNAL_BYTES:
             raise ValueError(f"journal_max_bytes: {self.max_bytes} is less than {_MIN_JOURNAL_BYTES}")
-        if not 0.01 <= self.retry_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"retry_seconds: {self.retry_seconds} is not in [0.01, 3600]")
 
     @property
     def log_bytes(self) -> int:

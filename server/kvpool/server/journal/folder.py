@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Literal
 
 from kvpool.server.codec import DamageError, encode, from_plain, loads
 from kvpool.server.journal.frames import DAMAGE, Frame, FrameKind, FrameParser, encode_frame
@@ -237,14 +237,6 @@ class Folder:
         """Path of a complete snapshot."""
         return self.path / f"snapshot-{number}"
 
-    def logs(self) -> list[int]:
-        """Numbers of the existing logs, ascending."""
-        return self._numbers("log")
-
-    def snapshots(self) -> list[int]:
-        """Numbers of the complete snapshots, ascending."""
-        return self._numbers("snapshot")
-
     def size_bytes(self) -> int:
         """Size of all files. Files that others delete meanwhile may be left out."""
         size_bytes = 0
@@ -252,10 +244,6 @@ class Folder:
             for path in self.path.iterdir():
                 size_bytes += path.stat().st_size
         return size_bytes
-
-    def create_log(self, number: int) -> FrameFile:
-        """Creates a log."""
-        return self._create(self.log(number))
 
     def open_log(self, number: int) -> FrameFile | None:
         """Opens a log of an earlier process to end it; None if it does not exist."""
@@ -268,7 +256,7 @@ class Folder:
     def new_file(self, path: Path) -> Iterator[FrameFile]:
         """Creates a file under a temporary name. It is deleted after the block unless `name_part` was called."""
         part = _part_of(path)
-        file = self._create(part)
+        file = self.create(part)
         try:
             yield file
         finally:
@@ -295,7 +283,8 @@ class Folder:
         with self._reserve.released():
             sync_directory(self.path)
 
-    def _create(self, path: Path) -> FrameFile:
+    def create(self, path: Path) -> FrameFile:
+        """Creates a file."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         with self._reserve.released():
             descriptor = os.open(path, flags, 0o600)
@@ -345,7 +334,8 @@ class Folder:
         with self._reserve.released():
             return [(path, name) for path in self.path.iterdir() if (name := _NAME.fullmatch(path.name))]
 
-    def _numbers(self, kind: str) -> list[int]:
+    def numbers(self, kind: Literal["log", "snapshot"]) -> list[int]:
+        """Numbers of the existing logs or complete snapshots, ascending."""
         return sorted(int(name[2]) for _, name in self._files() if name[1] == kind and not name[3])
 
 

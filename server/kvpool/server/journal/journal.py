@@ -34,6 +34,8 @@ from kvpool.server.metrics.observations import JournalCounts
 
 CHECK_SECONDS: Final = 1.0
 """Interval at which a running server checks that its files are in place."""
+RETRY_SECONDS: Final = 5.0
+"""Time after which a journal that could not be written is started again."""
 _END: Final = encode_frame(FrameKind.END, b"")
 
 _log = logging.getLogger("kvpool.server")
@@ -85,7 +87,7 @@ class Journal:
         self._pools = PoolList(self._folder, self.state)
         self._log: FrameFile | None = None
         self._number = self.recovery.last_number
-        self._base = max(self._folder.snapshots(), default=0)
+        self._base = max(self._folder.numbers("snapshot"), default=0)
         self._base_mark = self._folder.mark_of(self._base)
         self._due = asyncio.Event()
         self._begun = asyncio.Event()
@@ -158,7 +160,7 @@ class Journal:
                 _log.exception("bug", extra={"method": "write_journal"})
                 self._give_up("BUG", "a snapshot failed")
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._config.retry_seconds):
+                async with asyncio.timeout(RETRY_SECONDS):
                     await self._is_replaced.wait()
             self._due.set()
 
@@ -299,7 +301,7 @@ class Journal:
 
     def _rotate(self) -> None:
         """Begins the next log, and ends the one before it, which may be of an earlier process."""
-        before, log = self._log, self._folder.create_log(self._number + 1)
+        before, log = self._log, self._folder.create(self._folder.log(self._number + 1))
         if before:
             try:
                 before.append(_END)

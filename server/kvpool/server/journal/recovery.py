@@ -123,7 +123,7 @@ def _recover_once(folder: Folder, make: Callable[[], State], past_epoch: int) ->
         if not isinstance(error, _DroppedError | DamageError | MismatchError | KvpoolError):
             _log.exception("bug", extra={"method": "recover"})
         recovery = _dropped(folder, make, past_epoch, error)
-    return replace(recovery, last_number=max([0, *folder.logs(), *folder.snapshots()]))
+    return replace(recovery, last_number=max([0, *folder.numbers("log"), *folder.numbers("snapshot")]))
 
 
 def _is_of_memory(error: BaseException | None) -> bool:
@@ -141,7 +141,7 @@ class _Recoverer:
         self._is_followed = False  # by another log, as the last log states
 
     def run(self) -> Recovery:
-        snapshots, logs = self._folder.snapshots(), self._folder.logs()
+        snapshots, logs = self._folder.numbers("snapshot"), self._folder.numbers("log")
         if not snapshots:
             if logs or read_pools(self._folder) is not None:
                 raise _DroppedError("NOT_WHOLE", "there is no complete snapshot")

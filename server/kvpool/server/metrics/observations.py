@@ -99,14 +99,6 @@ class Observations:
         if seconds is not None:
             self.rpc_seconds.setdefault(method, Histogram(STEP_BOUNDS_SECONDS)).observe(seconds)
 
-    def refusal(self, reason: str) -> None:
-        """Counts a call that failed authentication or authorization."""
-        self.refusals[reason] += 1
-
-    def limit_refusal(self, reason: str) -> None:
-        """Counts a call that exceeded a limit."""
-        self.limit_refusals[reason] += 1
-
     def forget_pools_but(self, names: set[PoolName]) -> None:
         """Deletes the histograms of removed pools."""
         for name in self.steps.keys() - names:
@@ -115,10 +107,7 @@ class Observations:
     def copy(self) -> "Observations":
         """Returns an independent copy, without the histograms of pools."""
         made = Observations()
-        made.rpcs, made.refusals, made.limit_refusals = (
-            self.rpcs.copy(),
-            self.refusals.copy(),
-            self.limit_refusals.copy(),
-        )
+        made.rpcs, made.refusals = self.rpcs.copy(), self.refusals.copy()
+        made.limit_refusals = self.limit_refusals.copy()
         made.rpc_seconds = {method: histogram.copy() for method, histogram in self.rpc_seconds.items()}
         return made

@@ -1,22 +1,20 @@
-"""Prometheus metrics of a server: its pools, calls, journal, shard and version.
+"""Prometheus metrics of a server: its pools, calls, credentials, limits, journal and version.
 
-1. Only the event loop reads the core, so a scrape shows all pools at the same moment. It copies the figures, and a
-   thread makes the metrics.
+1. Only the event loop reads the core, so a scrape shows all pools at the same moment. It copies the figures of pools
+   and calls, and a thread makes the metrics. Those of everything else are few: the loop makes them.
 2. Figures are computed per scrape only. The core counts plain ints: the locks and label look-ups of Prometheus' objects
    would cost more than the work that they count.
 """
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from typing import Final, Protocol, TypeVar
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from kvpool.server.metrics.cluster_metrics import ShardSample, cluster_metrics
 from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
@@ -117,15 +115,12 @@ class Credentials(Protocol):
         """When the first of them expires, in seconds since 1970; None if none of them does."""
 
 
-def sampler(  # noqa: PLR0913 - the parts of a server that have figures
+def sampler(
     sample_pools: Callable[[], list[PoolSample]],
     observations: Observations,
-    credentials: Mapping[str, Credentials],
+    others: Callable[[Sequence[PoolSample]], Iterable[Metric]],
     *,
     with_vllm: bool,
-    journal: JournalCounts | None = None,
-    sample_cluster: Callable[[], ShardSample | None] = lambda: None,
-    sample_limits: Callable[[Sequence[PoolSample]], Mapping[str, float]] = lambda _: {},
 ) -> Callable[[], Callable[[], Iterable[Metric]]]:
     """Makes a function that copies a server's figures. That function returns one that makes metrics of the copy.
 
@@ -134,50 +129,20 @@ def sampler(  # noqa: PLR0913 - the parts of a server that have figures
     Args:
         sample_pools: Copies the figures of all pools.
         observations: Figures counted by the services.
-        credentials: The credentials of the server, by kind.
+        others: Makes the other metrics, which are few, given the figures of all pools; called on the loop.
         with_vllm: Whether to export the figures under vLLM's names, too.
-        journal: Counts of the journal; None without a journal.
-        sample_cluster: Copies the figures of the server's shard; None without a cluster.
-        sample_limits: Returns the share of each limit that is in use, given the figures of all pools.
     """
-    release = version("kvpool")  # reads files, so call it once and not per scrape
 
     def sample() -> Callable[[], Iterable[Metric]]:
         pools = sample_pools()
         observations.forget_pools_but({pool.info.config.name for pool in pools})
-        figures = _Figures(
-            pools,
-            observations.copy(),
-            {kind: (each.age_seconds, each.expires_seconds) for kind, each in credentials.items()},
-            replace(journal) if journal else None,
-            sample_cluster(),
-            sample_limits(pools),
-        )
-        return partial(_render, release, figures, with_vllm=with_vllm)
+        return partial(_render, pools, observations.copy(), list(others(pools)), with_vllm=with_vllm)
 
     return sample
 
 
-@dataclass(frozen=True, slots=True)
-class _Figures:
-    """The figures of a server at one moment: see `sampler`.
-
-    Attributes:
-        credentials_seconds: By kind: age and expiry of the credentials.
-    """
-
-    pools: list[PoolSample]
-    seen: Observations
-    credentials_seconds: Mapping[str, tuple[float, float | None]]
-    journal: JournalCounts | None
-    cluster: ShardSample | None
-    limit_usage: Mapping[str, float]
-
-
-def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Metric]:
-    seen = figures.seen
-    yield family("kvpool_build_info", "Version of the server.", ("version",), [((release,), 1)])
-    yield from pool_metrics(figures.pools)
+def _render(pools: list[PoolSample], seen: Observations, others: list[Metric], *, with_vllm: bool) -> Iterator[Metric]:
+    yield from pool_metrics(pools)
     yield family(
         "kvpool_rpcs_total", "Completed calls by gRPC status code.", ("method", "code"), list(seen.rpcs.items())
     )
@@ -186,33 +151,50 @@ def _render(release: str, figures: _Figures, *, with_vllm: bool) -> Iterator[Met
         ("kvpool_limit_refusals_total", "Calls that exceeded a limit.", seen.limit_refusals),
     ):
         yield family(name, text, ("reason",), [((reason,), count) for reason, count in refusals.items()])
-    yield family(
-        "kvpool_limit_usage_ratio",
-        "Share of a limit that is in use, 0 to 1.",
-        ("limit",),
-        [((limit,), share) for limit, share in figures.limit_usage.items()],
-    )
     yield histogram_family(
         "kvpool_rpc_seconds",
         "Server time per authenticated unary call, from the arrival of its request.",
         ("method",),
         [((method,), histogram) for method, histogram in seen.rpc_seconds.items()],
     )
+    yield from others
+    if with_vllm:
+        yield from vllm_metrics(pools)
+
+
+def server_metrics(
+    credentials: Mapping[str, Credentials], limit_usage: Mapping[str, float], journal: JournalCounts | None
+) -> Iterator[Metric]:
+    """Makes the metrics that belong to no pool and no call.
+
+    Args:
+        credentials: The credentials of the server, by kind.
+        limit_usage: The share of each limit that is in use.
+        journal: Counts of the journal; None without a journal.
+    """
+    yield family("kvpool_build_info", "Version of the server.", ("version",), [((_release(),), 1)])
+    yield family(
+        "kvpool_limit_usage_ratio",
+        "Share of a limit that is in use, 0 to 1.",
+        ("limit",),
+        [((limit,), share) for limit, share in limit_usage.items()],
+    )
     yield family(
         "kvpool_credentials_age_seconds",
         "Time since the files were last found to contain the credentials in force. It grows while a change is refused.",
         ("kind",),
-        [((kind,), age_seconds) for kind, (age_seconds, _) in figures.credentials_seconds.items()],
+        [((kind,), each.age_seconds) for kind, each in credentials.items()],
     )
     yield family(
         "kvpool_credentials_expire_timestamp_seconds",
         "When the first of the valid credentials expires, in seconds since 1970.",
         ("kind",),
-        [((kind,), expires) for kind, (_, expires) in figures.credentials_seconds.items() if expires is not None],
+        [((kind,), expires) for kind, each in credentials.items() if (expires := each.expires_seconds) is not None],
     )
-    if figures.journal:
-        yield from families(_JOURNAL, (), [((), figures.journal)])
-    if figures.cluster:
-        yield from cluster_metrics(figures.cluster)
-    if with_vllm:
-        yield from vllm_metrics(figures.pools)
+    if journal:
+        yield from families(_JOURNAL, (), [((), journal)])
+
+
+@cache
+def _release() -> str:
+    return version("kvpool")  # reads files

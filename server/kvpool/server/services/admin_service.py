@@ -39,12 +39,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     def __init__(self, parts: Components, shard: ShardMember | None) -> None:
         self.turns = parts.turns
-        self._executor = parts.executor
-        self._state = parts.state
-        self._pools = parts.pools
-        self._config = parts.config
-        self._shutdown = parts.shutdown
-        self._journal = parts.journal
+        self._parts = parts
         self._started_seconds = time.monotonic()  # unlike lease times, the uptime includes pauses
         self._version = version("kvpool")
         self._shard = shard
@@ -58,8 +53,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ServerInfo(
             version=self._version,
             uptime_seconds=time.monotonic() - self._started_seconds,
-            draining=self._state.pools.drain_state.is_server_drained or self._shutdown.is_about_to_stop,
-            journal_error=self._journal.error if self._journal else "",
+            draining=self._parts.state.pools.drain_state.is_server_drained or self._parts.shutdown.is_about_to_stop,
+            journal_error=self._parts.journal.error if self._parts.journal else "",
             shard=self._shard.name if self._shard else "",
             term=self._shard.replica.known_term if self._shard else 0,
         )
@@ -68,17 +63,17 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def ListPools(self, _: admin_pb2.ListPoolsRequest) -> admin_pb2.ListPoolsResponse:
         return admin_pb2.ListPoolsResponse(
             server=self.server_info(),
-            pools=[self._pools.describe(name) for name in self._pools.names() if can_see(name)],
+            pools=[self._parts.pools.describe(name) for name in self._parts.pools.names() if can_see(name)],
         )
 
     @in_turn
     def ListSessions(self, request: admin_pb2.ListSessionsRequest) -> admin_pb2.ListSessionsResponse:
         page = Page.of(request.page_size, request.page_token)
         if request.pool_name:
-            self._pools.check_exists(request.pool_name)
+            self._parts.pools.check_exists(request.pool_name)
         found = (
             (pool, session)
-            for pool, session in self._state.sessions
+            for pool, session in self._parts.state.sessions
             if request.pool_name in ("", pool.config.name) and can_see(pool.config.name)
         )
         listed, token = inspection.page_of_sessions(found, page)
@@ -88,10 +83,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def ListRequests(self, request: admin_pb2.ListRequestsRequest) -> admin_pb2.ListRequestsResponse:
         page = Page.of(request.page_size, request.page_token)
         if request.session_number:
-            sessions = [self._state.find_session(request.pool_name, request.session_number)[1]]
+            sessions = [self._parts.state.find_session(request.pool_name, request.session_number)[1]]
         else:
-            self._pools.check_exists(request.pool_name)
-            sessions = [s for pool, s in self._state.sessions if pool.config.name == request.pool_name]
+            self._parts.pools.check_exists(request.pool_name)
+            sessions = [s for pool, s in self._parts.state.sessions if pool.config.name == request.pool_name]
         listed, token = inspection.page_of_requests(sessions, page)
         return admin_pb2.ListRequestsResponse(requests=map(picture.request_info, listed), next_page_token=token)
 
@@ -117,7 +112,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self, request: admin_pb2.ExplainMissesRequest | admin_pb2.ExplainPromptRequest
     ) -> tuple[KVCacheManager, Session | None]:
         if request.session_number:
-            return self._state.find_session(request.pool_name, request.session_number)
+            return self._parts.state.find_session(request.pool_name, request.session_number)
         return self._open_pool(request.pool_name), None
 
     @in_turn
@@ -128,7 +123,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if pool.sink_blocks:
             message = "the pool has sink blocks, which are never free"
             raise WrongStateError("POOL_HAS_SINKS", message, field="pool_name")
-        if self._executor.execute(ResetPrefixCache(pool.config.name)):
+        if self._parts.executor.execute(ResetPrefixCache(pool.config.name)):
             _log.warning("prefix cache reset by an operator", extra={"pool": pool.config.name})
             return admin_pb2.AdminServiceResetPrefixCacheResponse(reset=True)
         sessions = [*pool.sessions.values(), *(each.session for each in pool.quarantine)]
@@ -143,10 +138,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.EvictSessionResponse(session=self._evict(request))
 
     def _evict(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.SessionInfo:
-        pool, session = self._state.find_session(request.pool_name, request.session_number)
+        pool, session = self._parts.state.find_session(request.pool_name, request.session_number)
         info = self._describe(pool, session)
-        quarantine_seconds = self._config.quarantine_seconds
-        end = self._executor.execute(EndSession(session.session_id, EndReason.SESSION_EVICTED, quarantine_seconds))
+        quarantine_seconds = self._parts.config.quarantine_seconds
+        end = self._parts.executor.execute(
+            EndSession(session.session_id, EndReason.SESSION_EVICTED, quarantine_seconds)
+        )
         extra = {**ended_fields(end), "requests": end.num_requests}
         _log.warning("session evicted by an operator", extra=extra)
         return info
@@ -154,14 +151,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def _kill(self, request: admin_pb2.EvictSessionRequest) -> admin_pb2.EvictSessionResponse:
         """Ends a session, unless it has ended and is in quarantine, and has the ranks kill its processes."""
         pool = self._open_pool(request.pool_name)
-        membership = self._pools.memberships.get(pool.config.name)
+        membership = self._parts.pools.memberships.get(pool.config.name)
         if not (membership and membership.is_lent):
             message = "the pool's ranks lend no memory, so they do not know the processes of sessions"
             raise WrongStateError("NOT_LENT", message, field="kill")
         number = SessionNumber(request.session_number)
         quarantined = pool.quarantine.find(number)
         info = self._describe(pool, quarantined.session) if quarantined else self._evict(request)
-        self._executor.fencing.kill(pool.config.name, number)
+        self._parts.executor.fencing.kill(pool.config.name, number)
         _log.warning("processes killed by an operator", extra={"pool": pool.config.name, "session": number})
         return admin_pb2.EvictSessionResponse(session=info)
 
@@ -171,10 +168,10 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.AdminServiceSetWeightsVersionResponse:
         sessions = list(self._open_pool(request.pool_name).sessions.values())
         if request.session_number:
-            sessions = [self._state.find_session(request.pool_name, request.session_number)[1]]
+            sessions = [self._parts.state.find_session(request.pool_name, request.session_number)[1]]
         check_weights_version(request.weights_version)  # also without a session
         for session in sessions:
-            self._executor.execute(SetWeightsVersion(session.session_id, request.weights_version))
+            self._parts.executor.execute(SetWeightsVersion(session.session_id, request.weights_version))
         return admin_pb2.AdminServiceSetWeightsVersionResponse(
             session_numbers=[session.session_number for session in sessions]
         )
@@ -185,9 +182,9 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             return self._stop(request)
         if request.timeout_seconds:
             raise InvalidArgumentError("timeout_seconds", "requires stop")
-        name = self._pools.check_exists(request.pool_name) if request.pool_name else None
-        self._executor.execute(Drain(name))
-        num_sessions = sum(1 for pool, _ in self._state.sessions if name in (None, pool.config.name))
+        name = self._parts.pools.check_exists(request.pool_name) if request.pool_name else None
+        self._parts.executor.execute(Drain(name))
+        num_sessions = sum(1 for pool, _ in self._parts.state.sessions if name in (None, pool.config.name))
         _log.warning("drained by an operator", extra={"pool": name or "", "sessions": num_sessions})
         return admin_pb2.DrainResponse(sessions=num_sessions)
 
@@ -195,8 +192,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         if request.pool_name:
             raise InvalidArgumentError("pool_name", "must be empty: the whole server stops")
         check_range("timeout_seconds", request.timeout_seconds, 0, MAX_DRAIN_SECONDS)
-        self._shutdown.request(request.timeout_seconds)
-        num_sessions = len(self._state.sessions)
+        self._parts.shutdown.request(request.timeout_seconds)
+        num_sessions = len(self._parts.state.sessions)
         extra = {"sessions": num_sessions, "seconds": request.timeout_seconds}
         _log.warning("stop requested by an operator", extra=extra)
         return admin_pb2.DrainResponse(sessions=num_sessions)
@@ -205,37 +202,34 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = PoolName(request.pool_name) if request.pool_name else None
         # A journal restores the drain of a pool before its ranks have come back.
-        if name and name not in self._state.pools.drain_state.drained_pools:
-            self._pools.check_exists(name)
-        self._executor.execute(Undrain(name))
+        if name and name not in self._parts.state.pools.drain_state.drained_pools:
+            self._parts.pools.check_exists(name)
+        self._parts.executor.execute(Undrain(name))
         if name is None:
-            self._shutdown.cancel()
+            self._parts.shutdown.cancel()
         _log.warning("drain cancelled by an operator", extra={"pool": name or ""})
-        names = self._pools.names() if name is None else [name]
-        still_drained = [pool_name for pool_name in names if not self._pools.takes_sessions(pool_name)]
+        names = self._parts.pools.names() if name is None else [name]
+        still_drained = [pool_name for pool_name in names if not self._parts.pools.takes_sessions(pool_name)]
         return admin_pb2.UndrainResponse(still_drained=still_drained)
 
     @in_turn
     def RemovePool(self, request: admin_pb2.RemovePoolRequest) -> admin_pb2.RemovePoolResponse:
-        self._pools.remove(request.pool_name)
+        self._parts.pools.remove(request.pool_name)
         _log.warning("pool removed by an operator", extra={"pool": request.pool_name})
         return admin_pb2.RemovePoolResponse()
 
     async def HandOver(self, _: admin_pb2.HandOverRequest, __: object) -> admin_pb2.HandOverResponse:
-        shard = self._own_shard()
+        shard = self._shard
+        if shard is None:
+            raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
         if not await shard.hand_overs.run(self.turns.hold, self.turns.resume):
             raise WrongStateError("NO_STANDBY", "no standby is in sync, or it did not take over in time")
         now = shard.replica.not_primary_error
         return admin_pb2.HandOverResponse(term=now.term, primary_addresses=now.addresses)
 
     def _describe(self, pool: KVCacheManager, session: Session) -> admin_pb2.SessionInfo:
-        return picture.session_info(pool, session, self._executor.clock.now_seconds())
-
-    def _own_shard(self) -> ShardMember:
-        if self._shard is None:
-            raise WrongStateError("NO_SHARD", "the server belongs to no shard: start it with --cluster")
-        return self._shard
+        return picture.session_info(pool, session, self._parts.executor.clock.now_seconds())
 
     def _open_pool(self, name: str) -> KVCacheManager:
-        self._pools.check_formed(name)
-        return self._state.pools.get(name)
+        self._parts.pools.check_formed(name)
+        return self._parts.state.pools.get(name)

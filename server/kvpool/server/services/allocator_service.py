@@ -31,16 +31,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     def __init__(self, parts: Components, observations: Observations | None = None) -> None:
         self.turns = parts.turns
-        self._executor = parts.executor
-        self._state = parts.state
-        self._sessions = parts.sessions
-        self._pools = parts.pools
-        self._calls = parts.calls
-        self._event_logs = parts.event_logs
-        self._faults = parts.faults
-        self._config = parts.config
-        self._limits = parts.config.limits
-        self._budgets = Budgets(self._limits, parts.state.sessions)
+        self._parts = parts
+        self._budgets = Budgets(parts.config.limits, parts.state.sessions)
         self._observations = observations
         self._tracer = parts.tracer
 
@@ -50,24 +42,24 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         session_id = getattr(request, "session_id", "")
         if session_id:
             with contextlib.suppress(KvpoolError):  # the method reports it
-                found = self._sessions.find(session_id)
+                found = self._parts.sessions.find(session_id)
                 pool, session = found[0].config.name, found[1].session_number
         return pool, session
 
     @in_turn
     def CreatePool(self, request: allocator_pb2.CreatePoolRequest) -> allocator_pb2.CreatePoolResponse:
-        pool, created = self._pools.create(wire_pools.config_from_proto(request.config), request.memory_id)
-        return allocator_pb2.CreatePoolResponse(pool=self._pools.describe(pool.config.name), created=created)
+        pool, created = self._parts.pools.create(wire_pools.config_from_proto(request.config), request.memory_id)
+        return allocator_pb2.CreatePoolResponse(pool=self._parts.pools.describe(pool.config.name), created=created)
 
     @in_turn
     def GetPool(self, request: allocator_pb2.GetPoolRequest) -> allocator_pb2.GetPoolResponse:
-        return allocator_pb2.GetPoolResponse(pool=self._pools.describe(request.pool_name))
+        return allocator_pb2.GetPoolResponse(pool=self._parts.pools.describe(request.pool_name))
 
     async def WaitUntilReady(
         self, request: allocator_pb2.WaitUntilReadyRequest, _: object
     ) -> allocator_pb2.WaitUntilReadyResponse:
-        with self._calls.open() as call, call.wait():
-            info = await self._pools.wait_until_ready(request.pool_name, request.timeout_seconds)
+        with self._parts.calls.open() as call, call.wait():
+            info = await self._parts.pools.wait_until_ready(request.pool_name, request.timeout_seconds)
         return allocator_pb2.WaitUntilReadyResponse(pool=info)
 
     @in_turn
@@ -76,13 +68,13 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         caller = CALLER.get()
         owner = token_name()
         lease_seconds, quota = request.lease_seconds, NO_QUOTA
-        opened, now_seconds = self._sessions.opened_by(request.open_key, owner)
+        opened, now_seconds = self._parts.sessions.opened_by(request.open_key, owner)
         if opened is None:  # a retry is always answered
-            self._pools.check_formed(request.pool_name)
-            self._sessions.check_can_open(request.pool_name, owner)
-            lease_seconds = self._config.leases.choose(request.lease_seconds)
-            quota = self._limits.quota(request.min_blocks, request.max_blocks)
-        pool, session = self._sessions.open(
+            self._parts.pools.check_formed(request.pool_name)
+            self._parts.sessions.check_can_open(request.pool_name, owner)
+            lease_seconds = self._parts.config.leases.choose(request.lease_seconds)
+            quota = self._parts.config.limits.quota(request.min_blocks, request.max_blocks)
+        pool, session = self._parts.sessions.open(
             OpenSession(
                 request.pool_name,
                 SessionId(secrets.token_urlsafe(24)),
@@ -99,7 +91,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             ),
             now_seconds,
         )
-        self._faults.reach("session.opened")
+        self._parts.faults.reach("session.opened")
         return allocator_pb2.OpenSessionResponse(
             session=wire_sessions.session_to_proto(pool, session),
             config=wire_sessions.config_to_proto(pool, session),
@@ -107,8 +99,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         )
 
     async def KeepAlive(self, request: allocator_pb2.KeepAliveRequest, _: object) -> allocator_pb2.KeepAliveResponse:
-        _, session = self._sessions.find(request.session_id)
-        self._executor.execute(KeepAlive(request.session_id))
+        _, session = self._parts.sessions.find(request.session_id)
+        self._parts.executor.execute(KeepAlive(request.session_id))
         return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
 
     async def CloseSession(
@@ -119,11 +111,11 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         while freed is not None:  # a part of a large session per turn
             await self.turns.take(*self.flow_of(request))
             try:
-                freed = self._sessions.free_part(request.session_id)
+                freed = self._parts.sessions.free_part(request.session_id)
                 if freed is None:
-                    count = self._sessions.close(request.session_id, response.num_freed_requests)
+                    count = self._parts.sessions.close(request.session_id, response.num_freed_requests)
                     response.num_freed_requests = count
-                    self._faults.reach("session.closed")
+                    self._parts.faults.reach("session.closed")
                 else:
                     response.num_freed_requests += freed
             finally:
@@ -178,22 +170,22 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     @in_turn
     def MarkExecuted(self, request: allocator_pb2.MarkExecutedRequest) -> allocator_pb2.MarkExecutedResponse:
-        self._sessions.find(request.session_id)
-        self._executor.execute(MarkExecuted(request.session_id, request.executed_sequence))
+        self._parts.sessions.find(request.session_id)
+        self._parts.executor.execute(MarkExecuted(request.session_id, request.executed_sequence))
         return allocator_pb2.MarkExecutedResponse()
 
     @in_turn
     def SetWeightsVersion(
         self, request: allocator_pb2.SetWeightsVersionRequest
     ) -> allocator_pb2.SetWeightsVersionResponse:
-        self._sessions.find(request.session_id)
-        self._executor.execute(SetWeightsVersion(request.session_id, request.weights_version, request.set_key))
-        self._executor.execute(KeepAlive(request.session_id))
+        self._parts.sessions.find(request.session_id)
+        self._parts.executor.execute(SetWeightsVersion(request.session_id, request.weights_version, request.set_key))
+        self._parts.executor.execute(KeepAlive(request.session_id))
         return allocator_pb2.SetWeightsVersionResponse()
 
     async def Schedule(self, _: object, context: Context) -> None:  # type: ignore[override]
-        stall_seconds = self._limits.stall_seconds
-        with self._calls.open() as call, StreamWriter(context, stall_seconds) as writer:
+        stall_seconds = self._parts.config.limits.stall_seconds
+        with self._parts.calls.open() as call, StreamWriter(context, stall_seconds) as writer:
             with call.wait():
                 error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
                 message = await read_first(context, stall_seconds, error)
@@ -201,9 +193,9 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 return
             check_client(message.protocol_version)
             session_id, protocol_version = message.session_id, PROTOCOL_VERSION
-            check_session(self._state, session_id)
-            pool, session = self._sessions.find(session_id)
-            with self._sessions.attached(session, call):
+            check_session(self._parts.state, session_id)
+            pool, session = self._parts.sessions.find(session_id)
+            with self._parts.sessions.attached(session, call):
                 while isinstance(message, step_pb2.Step):
                     if message.session_id not in ("", session_id):
                         raise InvalidArgumentError("session_id", "differs from the stream's first step")
@@ -226,15 +218,15 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                     finally:  # the client may have ended the stream once it had the answer
                         if self._tracer:
                             self._tracer.end_step(pool, session, result.sequence)
-                    if self._faults.can_be_armed:
-                        self._faults.reach("step.answered")
+                    if self._parts.faults.can_be_armed:
+                        self._parts.faults.reach("step.answered")
                     with call.wait():
                         message = await context.read()
 
     def _run(self, change: UnaryChange) -> unary.UnaryResult:
         """Finds the session of a unary change, and applies it."""
         session_id = change.session_id
-        pool, session = self._sessions.find(session_id)
+        pool, session = self._parts.sessions.find(session_id)
         return unary.result_of(self._apply(session_id, pool, session, change), len(pool.config.groups))
 
     def _apply(self, session_id: str, pool: KVCacheManager, session: Session, change: Change) -> StepResult:
@@ -249,21 +241,21 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         Raises:
             KvpoolError: The change is refused. The field is named as in the message.
         """
-        if self._faults.can_be_armed:
-            self._faults.reach("step.decoded")
+        if self._parts.faults.can_be_armed:
+            self._parts.faults.reach("step.decoded")
         change.ClearField("session_id")  # a retry may have none
         step = step_from_change(pool, session, change)
         try:
             self._budgets.check_step(pool, session, step)
             admissions = self._tracer.admissions(session, step) if self._tracer else None
-            result = self._executor.execute(ApplyStep(session_id, step, change_bytes(change)))
+            result = self._parts.executor.execute(ApplyStep(session_id, step, change_bytes(change)))
         except KvpoolError as error:
             if not isinstance(change, step_pb2.Step):
                 error.rename_field(unary.field_name(error, step))
             raise
-        if self._faults.can_be_armed:
-            self._faults.reach("step.applied")
-        self._event_logs.publish(pool)
+        if self._parts.faults.can_be_armed:
+            self._parts.faults.reach("step.applied")
+        self._parts.event_logs.publish(pool)
         if self._tracer and admissions:
             self._tracer.record_admissions(pool, session, admissions, step, result)
         return result

@@ -26,7 +26,6 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         self._shard = shard
         self._addresses = addresses
         self._slots = StreamSlots(MAX_DIRECTORY_WATCHES, "TOO_MANY_STREAMS", "watches of shards")
-        self._stall_seconds = parts.config.limits.stall_seconds
 
     async def GetShard(self, _: directory_pb2.GetShardRequest, __: object) -> directory_pb2.GetShardResponse:
         return directory_pb2.GetShardResponse(shard=self._own())
@@ -37,7 +36,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         with (
             self._parts.calls.open() as call,
             self._slots.hold(),
-            StreamWriter(context, self._stall_seconds) as writer,
+            StreamWriter(context, self._parts.config.limits.stall_seconds) as writer,
         ):
             sent = None
             while True:
@@ -53,7 +52,7 @@ class DirectoryService(directory_pb2_grpc.DirectoryServiceServicer):
         if self._shard is None:
             member = directory_pb2.Member(member_id=self._parts.boot_id, addresses=self._addresses, is_primary=True)
             return directory_pb2.Shard(primary_addresses=self._addresses, members=[member])
-        shard, record = directory_pb2.Shard(name=self._shard.shard), self._shard.replica.entry.record
+        shard, record = directory_pb2.Shard(name=self._shard.name), self._shard.replica.entry.record
         if record:
             shard.term = record.term
             for each in sorted(record.in_sync, key=lambda each: each.member_id != record.primary):

@@ -37,25 +37,21 @@ class EventService(event_pb2_grpc.EventServiceServicer):
     """The service of one server."""
 
     def __init__(self, parts: Components) -> None:
-        self._calls = parts.calls
-        self._state = parts.state
-        self._event_logs = parts.event_logs
-        self._limits = parts.config.limits
-        self._turns = parts.turns
-        self._slots = StreamSlots(self._limits.max_watches, "TOO_MANY_WATCHES", "watches")
+        self._parts = parts
+        self._slots = StreamSlots(parts.config.limits.max_watches, "TOO_MANY_WATCHES", "watches")
         self._messages = _BatchMessages(parts.boot_id)
 
     async def Watch(self, request: event_pb2.WatchRequest, context: Context) -> None:  # type: ignore[override]
         with (
-            self._calls.open() as call,
+            self._parts.calls.open() as call,
             self._slots.hold(),
-            StreamWriter(context, self._limits.stall_seconds) as writer,
+            StreamWriter(context, self._parts.config.limits.stall_seconds) as writer,
         ):
             await self._watch(request, call, writer).run()
 
     def _watch(self, request: event_pb2.WatchRequest, call: OpenCall, writer: StreamWriter) -> "_Watch":
         check_client(request.protocol_version)
-        pool = self._state.pools.get(request.pool_name)
+        pool = self._parts.state.pools.get(request.pool_name)
         if not pool.config.makes_events:
             raise WrongStateError("EVENTS_DISABLED", "the pool publishes no events", field="pool_name")
         if request.heartbeat_seconds and not (
@@ -63,7 +59,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
         ):
             message = f"{request.heartbeat_seconds} is neither 0 nor in [0.1, 3600]"
             raise InvalidArgumentError("heartbeat_seconds", message)
-        log = self._event_logs[pool.config.name]
+        log = self._parts.event_logs[pool.config.name]
         if request.snapshot:
             check_range("from_sequence", request.from_sequence, 0, 0)
         elif request.boot_id not in ("", self._messages.boot_id):
@@ -71,7 +67,7 @@ class EventService(event_pb2_grpc.EventServiceServicer):
             raise WrongStateError("EVENTS_NOT_KEPT", message, field="boot_id")
         sequence = request.from_sequence or log.last_sequence + 1
         log.check_start(sequence)
-        return _Watch(self._messages, self._turns, pool, log, request, call, writer, sequence)
+        return _Watch(self._messages, self._parts.turns, pool, log, request, call, writer, sequence)
 
 
 class _BatchMessages:

@@ -208,7 +208,7 @@ class Pools:
             sequence = self._event_logs[pool.config.name].last_sequence
             info = picture.pool_figures(pool, self._state.pools.state_of(pool), sequence, tenant())
         if membership:
-            info.epoch, info.state = membership.epoch, wire_pools.pool_state_to_proto(membership.state)
+            info.epoch, info.state = membership.epoch, wire_pools.POOL_STATES.number(membership.state)
             ranks = membership.registry.rank_infos()
             info.ranks.extend(picture.rank_infos(ranks[:max_ranks], max_processes))
             info.world_size = len(ranks)

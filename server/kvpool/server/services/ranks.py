@@ -9,17 +9,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, assert_never
 
+from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.commands import (
-    EndQuarantine,
-    EndReason,
-    EndSession,
-    KeepRankGroup,
-    PassEpoch,
-    ResumePool,
-    SuspendPool,
-    Undrain,
-)
 from kvpool.core.errors import ExhaustedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks import messages
@@ -129,11 +120,11 @@ class Ranks:
                 continue
             pool = state.pools.get(name)
             if pool.epoch < rank_group.epoch:  # the server stopped just before the epoch passed
-                self._executor.execute(PassEpoch(name, rank_group.epoch))
+                self._executor.execute(commands.PassEpoch(name, rank_group.epoch))
                 rank_group = replace(rank_group, plan=None, members=())  # noqa: PLW2901 - the rest of it
             serves = expects_ranks and not pool.is_suspended
             if not serves and not pool.is_suspended:
-                self._executor.execute(SuspendPool(name))
+                self._executor.execute(commands.SuspendPool(name))
             membership = self._memberships[name] = self._membership(name, owner=pool.owner)
             now_seconds = self._executor.clock.now_seconds()
             membership.restore(rank_group, self._link_ids, now_seconds, expects_ranks=serves)
@@ -199,13 +190,11 @@ class Ranks:
 
     def fenced(self, link: RankLink, sequence: int, pending: Sequence[SessionNumber]) -> None:
         """See `Membership.fenced`."""
-        effects = self._changed(link.membership, link.membership.fenced, link.link_id, sequence, pending)
-        self._carry_out(link.membership, effects)
+        self._change(link.membership, link.membership.fenced, link.link_id, sequence, pending)
 
     def sessions_gone(self, link: RankLink, numbers: Sequence[SessionNumber]) -> None:
         """See `Membership.sessions_gone`."""
-        effects = self._changed(link.membership, link.membership.sessions_gone, link.link_id, numbers)
-        self._carry_out(link.membership, effects)
+        self._change(link.membership, link.membership.sessions_gone, link.link_id, numbers)
 
     def leave(self, link: RankLink) -> None:
         """See `Membership.leave`."""
@@ -223,7 +212,7 @@ class Ranks:
         membership, now_seconds = link.membership, self._executor.clock.now_seconds()
         if self._memberships.get(membership.name) is membership:  # not one that `end_epoch` has dropped
             change = partial(membership.link_broke, is_expected=is_expected)
-            self._carry_out(membership, self._changed(membership, change, link.link_id, now_seconds))
+            self._change(membership, change, link.link_id, now_seconds)
 
     def end_epoch(self, name: PoolName) -> None:
         """Ends the epoch of a pool whose state cannot be trusted any more, and the sessions in it.
@@ -243,8 +232,8 @@ class Ranks:
             membership = self._memberships[name] = self._membership(name, owner=pool.owner)
             rank_group = RankGroup(epoch, before.registry.options)
             membership.restore(rank_group, self._link_ids, self._executor.clock.now_seconds())
-            self._executor.execute(KeepRankGroup(name, rank_group))
-        ends = self._executor.execute(PassEpoch(name, epoch))
+            self._executor.execute(commands.KeepRankGroup(name, rank_group))
+        ends = self._executor.execute(commands.PassEpoch(name, epoch))
         if not before:
             self._pools.open_epoch(PoolOpened(config, epoch, ranks_fence=False), pool.owner)
         _log.warning("epoch passed", extra={"pool": name, "epoch": epoch - 1, "sessions": len(ends)})
@@ -257,6 +246,9 @@ class Ranks:
             raise
         except Exception as error:
             raise self._executor.recover("Membership", lambda: [membership.name]) from error
+
+    def _change(self, membership: Membership, change: Callable[..., list[Effect]], *arguments: object) -> None:
+        self._carry_out(membership, self._changed(membership, change, *arguments))
 
     async def send_fences(self) -> None:
         """Sends the fences that are due. Runs indefinitely."""
@@ -271,8 +263,7 @@ class Ranks:
         awaiting = pool.quarantine.awaiting_ranks
         killed = self._fencing.take_killed(pool)
         last_number, live = self._state.sessions.last_number, list(pool.sessions)
-        effects = self._changed(membership, membership.fence, last_number, live, awaiting, killed)
-        self._carry_out(membership, effects)
+        self._change(membership, membership.fence, last_number, live, awaiting, killed)
 
     def next_deadline_seconds(self) -> float:
         """When the next heartbeat or grace time is over; infinity without ranks."""
@@ -300,30 +291,32 @@ class Ranks:
                 self._change_pool(membership, effect)
         if not membership.registry and not membership.was_open and self._memberships.get(membership.name) is membership:
             del self._memberships[membership.name]
-            self._executor.execute(Undrain(membership.name))  # the drain does not apply to a new pool of this name
+            self._executor.execute(
+                commands.Undrain(membership.name)
+            )  # the drain does not apply to a new pool of this name
 
     def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name
         match effect:
             case PoolOpened():
-                self._executor.execute(KeepRankGroup(name, membership.rank_group()))
+                self._executor.execute(commands.KeepRankGroup(name, membership.rank_group()))
                 self._pools.open_epoch(effect, membership.owner)
                 extra = {"pool": name, "epoch": effect.epoch, "ranks": membership.registry.world_size}
                 _log.info("pool ready", extra={**extra, "blocks": effect.config.num_blocks})
             case PoolSuspended():
-                self._executor.execute(SuspendPool(name))
+                self._executor.execute(commands.SuspendPool(name))
                 absent = list(membership.registry.first_absent(_MAX_LOGGED_RANKS))
                 _log.warning("pool degraded", extra={"pool": name, "epoch": membership.epoch, "absent_ranks": absent})
             case PoolResumed():
-                self._executor.execute(ResumePool(name))
+                self._executor.execute(commands.ResumePool(name))
                 _log.info("pool resumed", extra={"pool": name, "epoch": membership.epoch})
             case EpochPassed():
                 passed = self._state.pools.get(name).epoch
-                self._executor.execute(KeepRankGroup(name, membership.rank_group()))
-                ends = self._executor.execute(PassEpoch(name, effect.epoch))
+                self._executor.execute(commands.KeepRankGroup(name, membership.rank_group()))
+                ends = self._executor.execute(commands.PassEpoch(name, effect.epoch))
                 _log.warning("epoch passed", extra={"pool": name, "epoch": passed, "sessions": len(ends)})
             case SessionsFenced():
-                self._executor.execute(EndQuarantine(name, effect.numbers))
+                self._executor.execute(commands.EndQuarantine(name, effect.numbers))
             case ProcessesGone():
                 self._end_sessions(name, set(effect.numbers))
             case _:
@@ -333,7 +326,7 @@ class Ranks:
         sessions = self._state.pools.get(name).sessions
         for session in [sessions[number] for number in list(sessions) if number in numbers]:
             seconds = self._config.quarantine_seconds
-            self._executor.execute(EndSession(session.session_id, EndReason.PROCESS_GONE, seconds))
+            self._executor.execute(commands.EndSession(session.session_id, commands.EndReason.PROCESS_GONE, seconds))
 
     def _change_link(self, effect: RankEffect) -> None:
         link = self._links.get(effect.link)

@@ -8,7 +8,7 @@ import grpc
 
 from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
 from kvpool.core.ids import PoolName, SessionNumber
-from kvpool.core.ranks.messages import Registration
+from kvpool.core.ranks.messages import Allocated, Registration
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.server.auth.caller import check_pool
 from kvpool.server.limits.streams import Context, StreamWriter, read_first
@@ -17,6 +17,7 @@ from kvpool.server.services.components import Components
 from kvpool.server.services.ranks import RankLink
 from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire import ranks as wire_ranks
+from kvpool.wire.fields import field_values
 from kvpool.wire.pools import mapping_processes_from_proto
 
 _FLUSH_SECONDS: Final = 1.0
@@ -27,24 +28,22 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """The service of one server."""
 
     def __init__(self, parts: Components) -> None:
-        self._calls = parts.calls
-        self._pools = parts.pools
-        self._ranks = parts.ranks
-        self._config = parts.config
+        self._parts = parts
 
     async def Join(self, _: object, context: Context) -> None:  # type: ignore[override]
-        with self._calls.open() as call:
-            await self._serve(call, context)
+        seconds = self._parts.config.rank_timing.heartbeat_timeout_seconds
+        with self._parts.calls.open() as call:
+            with call.wait():
+                error = AbortedError("NOT_REGISTERED", f"no message arrived within {seconds:g} s")
+                message = await read_first(context, seconds, error)
+            if isinstance(message, worker_pb2.JoinRequest):  # else EOF: the rank closed its side
+                await self._serve(call, context, message)
 
-    async def _serve(self, call: OpenCall, context: Context) -> None:
-        with call.wait():
-            message = await self._read_first(context)
-        if not isinstance(message, worker_pb2.JoinRequest):  # EOF: the rank closed its side
-            return
+    async def _serve(self, call: OpenCall, context: Context, message: worker_pb2.JoinRequest) -> None:
         registration = self._check_register(message)
         name = PoolName(message.register.pool_name)
         link = self._register(call, name, registration)
-        sender = asyncio.create_task(_send(link, context, self._config.limits.stall_seconds))
+        sender = asyncio.create_task(_send(link, context, self._parts.config.limits.stall_seconds))
         try:
             while True:
                 with call.wait():
@@ -53,14 +52,9 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                     return
         finally:
             link.outbox.put_nowait(None)
-            self._ranks.close_link(link)
+            self._parts.ranks.close_link(link)
             with contextlib.suppress(TimeoutError, grpc.aio.BaseError):
                 await asyncio.wait_for(sender, _FLUSH_SECONDS)
-
-    async def _read_first(self, context: Context) -> object:
-        timeout_seconds = self._config.rank_timing.heartbeat_timeout_seconds
-        timeout_error = AbortedError("NOT_REGISTERED", f"no message arrived within {timeout_seconds:g} s")
-        return await read_first(context, timeout_seconds, timeout_error)
 
     def _check_register(self, message: worker_pb2.JoinRequest) -> Registration:
         if message.WhichOneof("message") != "register":
@@ -71,7 +65,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     def _register(self, call: OpenCall, name: PoolName, registration: Registration) -> RankLink:
         try:
-            return self._ranks.register(call, name, registration)
+            return self._parts.ranks.register(call, name, registration)
         except InvalidArgumentError as error:
             if not error.field.startswith(("register.", "ranks[")):
                 error.rename_field(f"register.{error.field}")
@@ -81,18 +75,18 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         """Handles a message of a registered rank. Returns whether the rank has left."""
         match message.WhichOneof("message"):
             case "initialized":
-                self._ranks.initialized(link, wire_ranks.allocated_from_proto(message.initialized))
+                self._parts.ranks.initialized(link, Allocated(**field_values(Allocated, message.initialized)))
             case "heartbeat":
                 heartbeat = message.heartbeat
                 processes = mapping_processes_from_proto(heartbeat.mapping_processes)
-                self._ranks.heartbeat(link, heartbeat.sequence, processes)
+                self._parts.ranks.heartbeat(link, heartbeat.sequence, processes)
             case "fenced":
                 pending = tuple(map(SessionNumber, message.fenced.pending_session_numbers))
-                self._ranks.fenced(link, message.fenced.fence_sequence, pending)
+                self._parts.ranks.fenced(link, message.fenced.fence_sequence, pending)
             case "sessions_gone":
-                self._ranks.sessions_gone(link, wire_ranks.sessions_gone_from_proto(message.sessions_gone))
+                self._parts.ranks.sessions_gone(link, tuple(map(SessionNumber, message.sessions_gone.session_numbers)))
             case "leave":
-                self._ranks.leave(link)
+                self._parts.ranks.leave(link)
                 return True
             case "register":
                 raise InvalidArgumentError("message", "the stream is already registered")

@@ -129,7 +129,7 @@ async def fixture_world(tmp_path: Path) -> AsyncIterator[StandbyWorld]:
 
 async def test_the_first_message_says_who_follows_and_what_it_has(world: StandbyWorld) -> None:
     hello = hello_of(world.transport.frames[0].payload)
-    assert (hello.shard, hello.token, hello.member, hello.term) == ("test/main", "", world.member.me, 3)
+    assert (hello.shard, hello.token, hello.member, hello.term) == ("test", "", world.member.me, 3)
     assert (hello.resumed_term, hello.resumed_position) == (0, NOTHING)
     await world.load(Primary())
     world.stream.data_received(MARK)

@@ -34,7 +34,7 @@ from support.memory_directory import Store
 from support.replicas import SHARD, PlayedStandby, ReplicaServer, encoded, servers_of_a_shard, until
 
 OTHER = member_of("other")
-HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "", OTHER, 1, 0, NOTHING)
+HELLO = Hello(VERSION, SHARD, core_fingerprint(), "", OTHER, 1, 0, NOTHING)
 MARK = (FrameKind.MARK, b"")
 
 
@@ -241,7 +241,7 @@ REFUSED = {
     "a hello without fields": (encode_frame(FrameKind.HELLO, dumps({})), "MALFORMED"),
     "a deep hello": (encode_frame(FrameKind.HELLO, b"\x81" * (MAX_HELLO_BYTES - 1)), "MALFORMED"),
     "a large hello": (encode_frame(FrameKind.HELLO, bytes(MAX_HELLO_BYTES + 1)), "MALFORMED"),
-    "another shard": (to_frame(replace(HELLO, shard="test/other")), "OTHER_SHARD"),
+    "another shard": (to_frame(replace(HELLO, shard="other")), "OTHER_SHARD"),
 }
 
 

@@ -23,7 +23,7 @@ from support.memory_directory import Store
 from support.replicas import SHARD, PlayedStandby, ReplicaServer, servers_of_a_shard, until
 
 OTHER = Member(MemberId("other"), ("other:1",), "127.0.0.1:1")
-HELLO = Hello(VERSION, f"test/{SHARD}", core_fingerprint(), "good", OTHER, 1, 0, NOTHING)
+HELLO = Hello(VERSION, SHARD, core_fingerprint(), "good", OTHER, 1, 0, NOTHING)
 
 
 class Tokens:
@@ -61,8 +61,7 @@ async def test_a_server_of_the_shard_may_follow(primary: ReplicaServer) -> None:
         (replace(HELLO, token=""), "UNKNOWN_TOKEN"),
         (replace(HELLO, version=VERSION + 1), "OTHER_VERSION"),
         (replace(HELLO, core="other"), "OTHER_VERSION"),
-        (replace(HELLO, shard="test/other"), "OTHER_SHARD"),
-        (replace(HELLO, shard=f"other/{SHARD}"), "OTHER_SHARD"),
+        (replace(HELLO, shard="other"), "OTHER_SHARD"),
         (replace(HELLO, term=2), "NOT_PRIMARY"),
         (replace(HELLO, term=0), "NOT_PRIMARY"),
     ],
@@ -72,7 +71,7 @@ async def test_another_server_is_refused(primary: ReplicaServer, hello: Hello, r
 
 
 async def test_a_token_is_checked_before_anything_is_told(primary: ReplicaServer) -> None:
-    wrong = replace(HELLO, token="", shard="test/other", version=VERSION + 1)
+    wrong = replace(HELLO, token="", shard="other", version=VERSION + 1)
     assert reason_of(primary, wrong) == "UNKNOWN_TOKEN"
 
 
@@ -111,7 +110,7 @@ async def test_a_member_that_no_record_can_hold_is_refused_and_changes_nothing(
     assert refused.message.startswith(f"{field}: ")
     assert len(refused.message) < 300
     assert not primary.shard.replicator.connections
-    assert primary.shard.replica.entry == record == await directory.get(primary.shard.shard)
+    assert primary.shard.replica.entry == record == await directory.get()
 
 
 async def test_one_server_more_than_the_maximum_is_refused(primary: ReplicaServer) -> None:
@@ -152,7 +151,7 @@ async def test_a_server_whose_term_cannot_be_written_takes_over(
         await until(standby.is_primary)
         assert standby.state.journal, "it serves"
         (standby.folder / "member.part").rmdir()
-        await until(lambda: IdentityFile(standby.folder, f"test/{SHARD}").identity.known_term == 2)
+        await until(lambda: IdentityFile(standby.folder, SHARD).identity.known_term == 2)
 
 
 async def test_a_server_whose_folder_was_deleted_stays_the_same_member(
@@ -166,7 +165,7 @@ async def test_a_server_whose_folder_was_deleted_stays_the_same_member(
         await until(lambda: "identity written again" in caplog.messages)
         assert server.journal.is_complete, "a member without the state that it acknowledged would lose it"
         assert read_identity(server.folder) == before
-        assert IdentityFile(server.folder, f"test/{SHARD}").identity == before
+        assert IdentityFile(server.folder, SHARD).identity == before
 
 
 async def test_a_server_whose_work_for_the_shard_ends_with_a_bug_restarts(
@@ -272,7 +271,7 @@ async def test_the_term_is_remembered_before_the_server_serves(tmp_path: Path, s
 async def test_a_primary_that_an_operator_replaced_is_deposed(store: Store, primary: ReplicaServer) -> None:
     waiting = asyncio.create_task(primary.shard.gate.wait(primary.shard.gate.position))
     await asyncio.gather(waiting)
-    store.put(SHARD, ShardRecord(2, OTHER.member_id, (OTHER,), "operator"))
+    store.put(ShardRecord(2, OTHER.member_id, (OTHER,), "operator"))
     await until(lambda: primary.deposed)
     assert primary.deposed
     assert (primary.deposed.addresses, primary.deposed.term) == (OTHER.addresses, 2)
@@ -298,7 +297,7 @@ async def test_a_server_that_stops_leaves_the_record_as_it_is(tmp_path: Path, st
 async def test_a_server_of_a_shard_that_was_removed_does_not_serve(
     primary: ReplicaServer, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.delete(SHARD)
+    store.delete()
     await until(lambda: primary.deposed)
     assert primary.deposed
     assert primary.deposed.addresses == ()
@@ -310,7 +309,7 @@ async def test_a_server_of_a_shard_that_was_removed_does_not_serve(
         assert "holds no record of the shard, this server has seen term 1" in again.shard.directory_client.error
         assert again.role is Role.STARTING
         assert again.shard.refusal()
-        assert store.get(SHARD).record is None
+        assert store.get().record is None
     finally:
         await again.die()
     assert "directory cannot be used" in caplog.messages

@@ -27,6 +27,12 @@ from support.waiting import until
 CONFIG = config(60)
 
 
+@pytest.fixture(autouse=True)
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that was given up begins again soon."""
+    monkeypatch.setattr("kvpool.server.journal.journal.RETRY_SECONDS", 0.01)
+
+
 @pytest.fixture(name="faults")
 def fixture_faults() -> ArmedFaults:
     """The fault points of the test's journal."""
@@ -143,7 +149,7 @@ async def test_a_long_log_is_followed_by_a_snapshot(tmp_path: Path) -> None:
 
 
 async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path: Path, faults: ArmedFaults) -> None:
-    journal, traffic = begun(tmp_path, faults=faults, retry_seconds=0.01)
+    journal, traffic = begun(tmp_path, faults=faults)
     for _ in range(20):
         traffic.change()
     faults.arm("journal.before_write:error:1,snapshot.slice_written:error:1")
@@ -163,7 +169,7 @@ async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path:
 
 
 async def test_a_new_journal_lists_the_pools_created_without_one(tmp_path: Path, faults: ArmedFaults) -> None:
-    journal, traffic = begun(tmp_path, faults=faults, retry_seconds=0.01)
+    journal, traffic = begun(tmp_path, faults=faults)
     faults.arm("journal.before_write:error:1")
     while journal.counts.is_up:
         traffic.change()
@@ -184,7 +190,7 @@ async def test_a_new_journal_lists_the_pools_created_without_one(tmp_path: Path,
 async def test_a_bug_in_a_snapshot_ends_the_journal_and_a_new_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal, traffic = begun(tmp_path, retry_seconds=0.01)
+    journal, traffic = begun(tmp_path)
     traffic.change()
 
     def broken(*_: object) -> None:
@@ -210,7 +216,7 @@ async def test_a_server_starts_without_a_journal_that_cannot_be_written(tmp_path
     traffic.change()
     kill(journal)
     (tmp_path / "snapshot-1").unlink()
-    journal = journal_in(tmp_path, faults=faults, retry_seconds=0.01)
+    journal = journal_in(tmp_path, faults=faults)
     faults.arm("snapshot.before_rename:error:1")
     begin(journal)
     assert (journal.counts.is_up, journal.counts.failures) == (False, 1)
@@ -272,7 +278,7 @@ async def test_a_disk_that_is_full_when_the_folder_is_made_again_leaves_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "journal"
-    journal, traffic = begun(folder, retry_seconds=0.01)
+    journal, traffic = begun(folder)
     traffic.change()
     running = asyncio.create_task(journal.run())
     with monkeypatch.context() as full:
@@ -372,7 +378,7 @@ async def test_a_folder_that_is_deleted_when_a_snapshot_is_due_ends_the_journal(
     before, traffic = begun(folder)
     traffic.change()
     before.close()
-    journal = journal_in(folder, retry_seconds=0.01)
+    journal = journal_in(folder)
     begin(journal)  # recovered, so that a snapshot is due at once
     shutil.rmtree(folder)
     running = asyncio.create_task(journal.run())
@@ -390,7 +396,7 @@ async def test_files_that_are_lost_under_a_running_server_end_the_journal(
     monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
     lose, what = LOSSES[loss]
     folder = tmp_path / "journal"
-    journal, traffic = begun(folder, retry_seconds=0.01)
+    journal, traffic = begun(folder)
     for _ in range(10):
         traffic.change()
     shutil.copytree(folder, tmp_path / "older")
@@ -430,7 +436,7 @@ async def test_no_journal_begins_in_a_folder_that_another_server_has_locked(
 ) -> None:
     monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
     folder = tmp_path / "journal"
-    journal, _ = begun(folder, retry_seconds=0.01)
+    journal, _ = begun(folder)
     folder.rename(tmp_path / "moved")
     other, traffic = begun(folder)
     traffic.change()

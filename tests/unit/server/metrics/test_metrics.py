@@ -9,7 +9,7 @@ from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
 from kvpool.core.statistics import Histogram
 from kvpool.server.metrics.observations import LIMIT_REASONS, Observations
-from kvpool.server.metrics.server_metrics import sampler
+from kvpool.server.metrics.server_metrics import sampler, server_metrics
 from kvpool.v1 import pool_pb2
 from kvpool.v1.pool_pb2 import PoolConfig, PoolInfo, RankInfo, RankState
 from support.core import World
@@ -37,8 +37,8 @@ def page(*_: str) -> list[str]:
         seen.step(PoolName("m"), 256, seconds)
     seen.rpc("kvpool.v1.AllocatorService/GetPool", "NOT_FOUND", 0.001)
     seen.rpc("kvpool.v1.AllocatorService/Schedule", "ABORTED", None)
-    seen.refusal("ROLE")
-    seen.limit_refusal("OUT_OF_MEMORY")
+    seen.refusals["ROLE"] += 1
+    seen.limit_refusals["OUT_OF_MEMORY"] += 1
     kept.lifetime.observe(3.0)
     lines = scrape([(ready, kept), (forming, None)], seen, with_vllm=True).splitlines()
     return [line for line in lines if not line.startswith(("#", "kvpool_build_info"))]
@@ -52,12 +52,6 @@ def test_names_of_vllm_are_exported_on_request() -> None:
     assert "vllm:" not in scrape([(info_of(busy_world()), None)], Observations())
 
 
-def test_a_server_without_a_cluster_has_no_samples_of_a_shard() -> None:
-    seen = Observations()
-    metrics = sampler(lambda: [sample_of(info_of(World()), seen)], seen, {}, with_vllm=False)()()
-    assert not [s for metric in metrics for s in metric.samples if s.name.startswith("kvpool_shard_")]
-
-
 def test_all_reasons_of_exceeded_limits_are_exported() -> None:
     sources = "".join(path.read_text() for path in (ROOT / "server").rglob("*.py") if path.name != "standby_check.py")
     raised = set(re.findall(r'(?:ExhaustedError|_too_many|StreamSlots)\([^")]*"([A-Z_]+)"', sources))
@@ -66,7 +60,7 @@ def test_all_reasons_of_exceeded_limits_are_exported() -> None:
 
 
 def test_credentials_without_an_end_have_no_expiry() -> None:
-    metrics = sampler(list, Observations(), {"tokens": FixedCredentials(1.5, None)}, with_vllm=False)()()
+    metrics = server_metrics({"tokens": FixedCredentials(1.5, None)}, {}, None)
     names = [s.name for metric in metrics for s in metric.samples if s.name.startswith("kvpool_credentials_")]
     assert names == ["kvpool_credentials_age_seconds"]
 
@@ -81,7 +75,7 @@ def test_measurements_of_a_removed_pool_are_deleted() -> None:
 def test_a_sample_does_not_change_later() -> None:
     seen = Observations()
     seen.step(PoolName("m"), 1, 0.1)
-    render = sampler(lambda: [sample_of(info_of(World()), seen)], seen, {}, with_vllm=False)()
+    render = sampler(lambda: [sample_of(info_of(World()), seen)], seen, lambda _: (), with_vllm=False)()
     seen.step(PoolName("m"), 1, 0.1)
     counts = [s.value for m in render() for s in m.samples if s.name == "kvpool_step_seconds_count"]
     assert counts == [1]

@@ -1,4 +1,4 @@
-"""The figures of a server of a shard, whose directory is in memory and whose standby is a connection of the test."""
+"""The metrics of a server of a shard, whose directory is in memory and whose standby is a connection of the test."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,18 +10,20 @@ import pytest
 from kvpool.core.state import State
 from kvpool.server.cluster import events
 from kvpool.server.cluster.config import ClusterConfig
-from kvpool.server.cluster.directory import DirectoryError, Member, MemberId, ShardName, VersionedRecord
+from kvpool.server.cluster.directory import DirectoryError, Member, MemberId, VersionedRecord
+from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.member_settings import MemberSettings
 from kvpool.server.cluster.messages import VERSION, Hello, acknowledgement, core_fingerprint, to_frame
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.replicator import StandbyConnection
-from kvpool.server.cluster.sample import sample_shard
 from kvpool.server.cluster.shard_member import ShardMember
+from kvpool.server.cluster.shard_metrics import shard_metrics
 from support.directory import member_of
 from support.journal import begin, journal_in
 from support.memory_directory import MemoryDirectory, Store
 from support.replicas import NoServer, StoppedClock
+from support.shard_figures import shard_member
 
 WAIT_SECONDS: Final = 60.0
 STANDBY: Final = Member(MemberId("standby"), ("b:1",), "b:2")
@@ -34,8 +36,8 @@ class _Directory(MemoryDirectory):
         super().__init__(Store())
         self.went_down = asyncio.Event()
 
-    async def watch(self, shard: ShardName) -> AsyncIterator[VersionedRecord]:
-        yield await self.get(shard)
+    async def watch(self) -> AsyncIterator[VersionedRecord]:
+        yield await self.get()
         await self.went_down.wait()
         raise DirectoryError("is down")
 
@@ -57,10 +59,49 @@ class _Transport(asyncio.Transport):
 def member_in(folder: Path, directory: _Directory) -> ShardMember:
     journal = journal_in(folder)
     begin(journal)
-    config = ClusterConfig(url="etcd://e:2379/prod", shard="llama", replication_listen="127.0.0.1:1")
-    identity = IdentityFile(folder, "prod/llama")
-    settings = MemberSettings(config, "prod/llama", Member(identity.identity.member_id, ("a:1",), "a:2"))
+    config = ClusterConfig(url="etcd://e:2379/llama", replication_listen="127.0.0.1:1")
+    identity = IdentityFile(folder, "llama")
+    settings = MemberSettings(config, "llama", Member(identity.identity.member_id, ("a:1",), "a:2"))
     return ShardMember(settings, directory, identity, ReplicatedState(journal, State, StoppedClock()), NoServer())
+
+
+def values(member: ShardMember) -> dict[str, float]:
+    """Samples by the rest of their names, and by the values of labels beside the shard."""
+    found = {}
+    for metric in shard_metrics(member):
+        for each in metric.samples:
+            labels = dict(each.labels)
+            assert labels.pop("shard") == "llama"
+            found[" ".join((each.name.removeprefix("kvpool_shard_"), *labels.values()))] = each.value
+    return found
+
+
+def test_every_sample_has_its_figure() -> None:
+    exported = values(shard_member())
+    assert {name: value for name, value in exported.items() if " " not in name} == {
+        "term": 7,
+        "in_sync_servers": 2,
+        "alone": 0,
+        "standbys_missing": 1,
+        "takeovers_total": 1,
+        "standbys_connected": 1,
+        "lag_positions": 3,
+        "lag_seconds": 0.2,
+        "records_total": 11,
+        "sent_bytes_total": 1300,
+        "directory_up": 1,
+        "confirm_seconds_count": 1,
+        "confirm_seconds_sum": 0.5,
+    }
+    assert [exported[f"confirm_seconds_bucket {bound}"] for bound in ("0.001", "1.0", "+Inf")] == [0, 1, 1]
+    assert exported["state_lost_total no_state"] == 1
+    assert exported["state_lost_total difference"] == 0
+
+
+def test_one_role_is_one_and_the_others_are_zero() -> None:
+    for role in Role:
+        exported = values(shard_member(role))
+        assert [exported[f"role {each.value}"] for each in Role] == [each is role for each in Role]
 
 
 async def until_changed(shard: ShardMember, wanted: str) -> None:
@@ -72,16 +113,17 @@ async def until_changed(shard: ShardMember, wanted: str) -> None:
 
 async def test_a_primary_is_alone_until_a_standby_is_in_sync(tmp_path: Path) -> None:
     shard = member_in(tmp_path, _Directory())
-    before = sample_shard(shard)
-    assert (before.shard, before.role, before.term, before.is_alone) == ("prod/llama", "starting", 0, False)
+    before = values(shard)
+    assert (before["role starting"], before["term"], before["alone"], before["standbys_missing"]) == (1, 0, 0, 0)
     shard.start()
     try:
         await until_changed(shard, "primary")
-        alone = sample_shard(shard)
-        assert (alone.term, alone.takeovers, alone.in_sync_servers, alone.is_alone) == (1, 1, 1, True)
+        alone = values(shard)
+        assert (alone["term"], alone["takeovers_total"], alone["in_sync_servers"], alone["alone"]) == (1, 1, 1, 1)
+        assert alone["standbys_missing"] == 1
         connection, transport = StandbyConnection(shard.replicator), _Transport()
         connection.connection_made(transport)
-        hello = Hello(VERSION, "prod/llama", core_fingerprint(), "", STANDBY, 1, 0, -1)
+        hello = Hello(VERSION, "llama", core_fingerprint(), "", STANDBY, 1, 0, -1)
         connection.data_received(to_frame(hello))
         async with asyncio.timeout(WAIT_SECONDS):
             while not connection.is_live:  # noqa: ASYNC110 - there is no event
@@ -89,9 +131,9 @@ async def test_a_primary_is_alone_until_a_standby_is_in_sync(tmp_path: Path) -> 
             connection.data_received(acknowledgement(shard.replicator.log.last_position))
             while len(shard.replica.in_sync) < 2:
                 await shard.changed.wait()
-        paired = sample_shard(shard)
-        assert (paired.in_sync_servers, paired.is_alone, paired.standbys_connected) == (2, False, 1)
-        assert paired.sent_bytes == transport.num_bytes > 0
+        paired = values(shard)
+        assert (paired["in_sync_servers"], paired["alone"], paired["standbys_connected"]) == (2, 0, 1)
+        assert paired["sent_bytes_total"] == transport.num_bytes > 0
     finally:
         await shard.stop()
 
@@ -102,7 +144,7 @@ async def test_a_wait_for_a_standby_is_measured_and_an_answer_without_one_is_not
     try:
         await until_changed(shard, "primary")
         await shard.gate.wait(None)
-        assert sum(sample_shard(shard).confirm_seconds.counts) == 0
+        assert values(shard)["confirm_seconds_count"] == 0
         shard.step(events.StandbyConnected(STANDBY, resumes=True))
         shard.step(events.Acknowledged(STANDBY.member_id, shard.replica.last_position))  # awaited from now on
         shard.replicator.append(b"record")
@@ -110,9 +152,7 @@ async def test_a_wait_for_a_standby_is_measured_and_an_answer_without_one_is_not
         await asyncio.sleep(0)
         shard.step(events.Acknowledged(STANDBY.member_id, shard.replica.last_position))
         await waiting
-        sample = sample_shard(shard)
-        assert (sum(sample.confirm_seconds.counts), sample.records) == (1, 1)
-        assert sample.confirm_seconds is not shard.gate.waits
+        assert (values(shard)["confirm_seconds_count"], values(shard)["records_total"]) == (1, 1)
     finally:
         await shard.stop()
 
@@ -133,12 +173,12 @@ async def test_the_lag_is_of_the_standby_that_is_furthest_behind(
     shard.tick()
     now_seconds = 102.0
     shard.step(events.Acknowledged(near.member_id, 2))
-    assert (sample_shard(shard).lag_positions, sample_shard(shard).lag_seconds) == (3, 2.0)
+    assert (values(shard)["lag_positions"], values(shard)["lag_seconds"]) == (3, 2.0)
     shard.tick()
     now_seconds = 103.0
-    assert sample_shard(shard).lag_seconds == 3.0
+    assert values(shard)["lag_seconds"] == 3.0
     shard.step(events.Acknowledged(far.member_id, 2))
-    assert (sample_shard(shard).lag_positions, sample_shard(shard).lag_seconds) == (0, 0.0)
+    assert (values(shard)["lag_positions"], values(shard)["lag_seconds"]) == (0, 0.0)
     await shard.stop()
 
 
@@ -155,7 +195,7 @@ async def test_a_directory_that_is_down_is_found_without_a_change(tmp_path: Path
             else:
                 directory.went_down.set()
             async with asyncio.timeout(WAIT_SECONDS):
-                while sample_shard(shard).is_directory_up is not is_up:  # noqa: ASYNC110 - there is no event
+                while values(shard)["directory_up"] != is_up:  # noqa: ASYNC110 - there is no event
                     await asyncio.sleep(0.01)
     finally:
         await shard.stop()
