@@ -78,7 +78,7 @@ def test_an_unknown_version_is_refused_unless_it_is_named(
     monkeypatch.setattr(version_check, "VERSION", "0.34.1")
     for named in ("", "0.34.0"):
         attached = {"kvpool": {"address": address, "pool": "unknown", "untested_version": named}}
-        with pytest.raises(UnsupportedError, match=r"use 0\.14\.1, 0\.32 or 0\.33; untested_version='0\.34\.1'"):
+        with pytest.raises(UnsupportedError, match=r"use 0\.32 or 0\.33; untested_version='0\.34\.1'"):
             make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path)
     with connect(address) as client, pytest.raises(NotFoundError):
         client.get_pool("unknown")
