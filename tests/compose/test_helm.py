@@ -441,7 +441,7 @@ def test_processes_work_with_the_variables_of_their_pod(tmp_path: Path) -> None:
         assert hit_tokens(second) > cold
 
 
-@pytest.mark.parametrize("service", ["server", "kv-a", "kv-b"])
+@pytest.mark.parametrize("service", ["server", "kv-a", "kv-b", "lending-server", "vllm-server"])
 def test_compose_has_the_limits_of_the_chart_for_its_memory(service: str) -> None:
     compose = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"][service]
     objects = render()
