@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,6 +43,8 @@ def both(one: Object, other: Object) -> Object:
     return one | other | {key: one[key] | other[key] for key in one.keys() & other.keys()}
 
 
+BOTH: Final = both(ENGINES, {"server": {"enabled": True}})
+"""Engines, and a server for others."""
 EVERYTHING: Final = both(
     both(SECURED, SHARD),
     both(
@@ -49,6 +52,7 @@ EVERYTHING: Final = both(
         {
             "image": {"registry": "registry.example.com/team", "pullSecrets": ["pull"]},
             "server": {
+                "enabled": True,
                 "settings": {
                     "log_level": "debug",
                     "max_sessions": 3000000,
@@ -63,7 +67,6 @@ EVERYTHING: Final = both(
                 "pods": 2,
                 "engines": 3,
                 "tensorParallelSize": 2,
-                "tokenSecret": "kvpool-vllm",
                 "args": ["--max-model-len", "8192"],
                 "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
                 "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
@@ -80,8 +83,9 @@ CASES: Final[dict[str, Object]] = {
     "secured": SECURED,
     "shard": SHARD,
     "secured shard": both(SECURED, SHARD),
-    "claim, no policies": {"server": {"journal": {"claim": True}}, "networkPolicy": {"enabled": False}},
     "engines": ENGINES,
+    "both": BOTH,
+    "claims, no policies": both(BOTH, {"server": {"journal": {"claim": True}}, "networkPolicy": {"enabled": False}}),
     "engines on CPU": ON_CPU,
     "everything": EVERYTHING,
 }
@@ -123,7 +127,7 @@ def test_helm_finds_nothing_to_warn_of(case: str) -> None:
         (both({"tokens": {"secretName": "t"}}, SHARD), "needs shard.standbyTokenSecret"),
         ({"vllm": {"enabled": True}}, "vllm.enabled needs vllm.model"),
         ({"vllm": {"enabled": True, "model": "m"}}, "needs vllm.resourceClaimTemplate"),
-        (both({"tokens": {"secretName": "t"}}, ON_CPU), "needs vllm.tokenSecret"),
+        (both(SHARD, ON_CPU), "shard.enabled needs server.enabled"),
     ],
 )
 def test_values_that_cannot_work_are_refused(values: Object, message: str) -> None:
@@ -173,7 +177,7 @@ def test_objects_match_their_schemas(checked: Object) -> None:
 def assert_service_monitor(checked: Object) -> None:
     """Types and required fields follow the custom resource definition, which drops unknown fields."""
     read = ServiceMonitor.model_validate(checked)
-    kept = read.model_dump(by_alias=True, exclude_none=True, mode="json")
+    kept = read.model_dump(by_alias=True, exclude_unset=True, mode="json")
     assert kept["spec"] == checked["spec"]
 
 
@@ -206,14 +210,19 @@ def test_objects_of_a_release_agree_with_each_other(case: str) -> None:
 def test_jobs_have_the_names_that_the_rules_use() -> None:
     jobs = set(re.findall(r'job="([\w-]+)"', RULES.read_text()))
     (monitor,) = (each["spec"] for each in RENDERED["everything"] if each["kind"] == "ServiceMonitor")
-    services = [each for each in RENDERED["everything"] if each["kind"] == "Service"]
-    assert {each["metadata"]["labels"][monitor["jobLabel"]] for each in services} == jobs
-    monitored = {endpoint["port"] for endpoint in monitor["endpoints"]}
-    for service in services:
+    monitored = {each["port"]: each["relabelings"][0]["replacement"] for each in monitor["endpoints"]}
+    assert {*monitored.values()} == jobs
+    for service in (each for each in RENDERED["everything"] if each["kind"] == "Service"):
         assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
         metrics = {port["name"] for port in service["spec"]["ports"] if port["name"].startswith("metrics")}
-        assert metrics
-        assert metrics <= monitored
+        assert "metrics" in metrics
+        assert metrics <= monitored.keys()
+    pod = find("StatefulSet", "kvpool-vllm", "everything")["spec"]["template"]["spec"]
+    serving = {port["name"]: each["name"] for each in containers(pod) for port in each["ports"]}
+    assert {job: {serving[port].partition("-")[0] for port in monitored if monitored[port] == job} for job in jobs} == {
+        "kvpool-server": {"server"},
+        "kvpool-worker": {"lender"},
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -236,15 +245,14 @@ def test_pods_have_no_privilege_and_a_limit(case: str) -> None:
 def test_no_probe_starts_a_process(case: str) -> None:
     for container in (each for pod in templates(case) for each in containers(pod)):
         ports = {port["name"] for port in container["ports"]}
-        is_lender = container["name"].startswith("lender")
-        for kind in ("startupProbe", "livenessProbe", *(() if is_lender else ("readinessProbe",))):
+        is_beside = "restartPolicy" in container
+        for kind in ("startupProbe", "livenessProbe", *(() if is_beside else ("readinessProbe",))):
             probe = container[kind]
             assert "exec" not in probe
-            (check,) = probe.keys() & {"httpGet", "tcpSocket"}
-            assert probe[check]["port"] in ports
+            assert probe["httpGet"]["port"] in ports
             if container["name"] == "server":
-                assert probe[check]["path"] in ("/healthz", "/readyz")
-                assert probe[check]["path"] == "/healthz" or kind == "readinessProbe"
+                assert probe["httpGet"]["path"] in ("/healthz", "/readyz")
+                assert probe["httpGet"]["path"] == "/healthz" or kind == "readinessProbe"
 
 
 def test_a_pair_survives_a_machine_and_an_update() -> None:
@@ -262,12 +270,20 @@ def test_a_pair_survives_a_machine_and_an_update() -> None:
     assert [name_of(claim) for claim in pods["volumeClaimTemplates"]] == ["journal"]
 
 
+def test_a_release_of_engines_has_no_shared_server() -> None:
+    assert {name_of(each) for each in RENDERED["engines"]} == {"kvpool-vllm"}
+    shared = {(each["kind"], name_of(each)) for each in RENDERED["default"]}
+    engines = {(each["kind"], name_of(each)) for each in RENDERED["engines"]}
+    assert {(each["kind"], name_of(each)) for each in RENDERED["both"]} == shared | engines
+
+
 def test_engines_map_what_the_lenders_of_their_pod_lend() -> None:
     for case, num_ranks, num_engines in (("engines", 1, 2), ("engines on CPU", 1, 2), ("everything", 2, 3)):
         pod = find("StatefulSet", "kvpool-vllm", case)["spec"]["template"]["spec"]
         assert pod["shareProcessNamespace"] is True, "a lender lends to processes that it can see"
-        lenders = pod["initContainers"]
-        assert [each["restartPolicy"] for each in lenders] == ["Always"] * num_ranks, "they run beside the engines"
+        server, *lenders = pod["initContainers"]
+        assert {each["restartPolicy"] for each in pod["initContainers"]} == {"Always"}, "they run beside the engines"
+        assert {each["image"] for each in containers(pod)} == {server["image"]}, "they are of one version"
         assert len(pod["containers"]) == num_engines
         sockets = {env(each)["KVPOOL_WORKER_LEND"] for each in lenders}
         assert len(sockets) == num_ranks
@@ -275,11 +291,13 @@ def test_engines_map_what_the_lenders_of_their_pod_lend() -> None:
             settings = env(engine)
             assert {settings["KVPOOL_MEMORY"].replace("{rank}", str(rank)) for rank in range(num_ranks)} == sockets
             assert {env(each)["KVPOOL_WORKER_POOL"] for each in lenders} == {settings["KVPOOL_POOL"]}
-            assert {env(each)["KVPOOL_WORKER_SERVER"] for each in lenders} == {settings["KVPOOL_ADDRESS"]}
-        mounts = [{mount["name"]: mount["mountPath"] for mount in each["volumeMounts"]} for each in containers(pod)]
-        paths = {("/run/kvpool", "/dev/shm")}  # noqa: S108 - those of the containers
-        assert {(each["sockets"], each["memory"]) for each in mounts} == paths
-        claims = [each["resources"].get("claims") for each in containers(pod)]
+            servers = {env(each)["KVPOOL_WORKER_SERVER"] for each in lenders}
+            assert servers == {settings["KVPOOL_ADDRESS"]} == {env(server)["KVPOOL_SERVE_LISTEN"]}
+        those = [*lenders, *pod["containers"]]
+        mounts = [{mount["name"]: mount["mountPath"] for mount in each["volumeMounts"]} for each in (server, *those)]
+        assert {each["sockets"] for each in mounts} == {"/run/kvpool"}
+        assert {each["memory"] for each in mounts[1:]} == {"/dev/shm"}  # noqa: S108 - that of the containers
+        claims = [each["resources"].get("claims") for each in those]
         is_on_gpu = case != "engines on CPU"
         assert claims == [[{"name": "devices"}] if is_on_gpu else None] * len(claims)
         options = dict(each.split("=") for each in pod["containers"][0]["args"] if "=" in each)
@@ -291,7 +309,8 @@ def test_memory_that_is_lent_on_cpu_counts_to_whom_it_may_be_charged() -> None:
     pod = find("StatefulSet", "kvpool-vllm", "engines on CPU")["spec"]["template"]["spec"]
     (memory,) = (each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if each["name"] == "memory")
     assert memory == "2112Mi", "64 MiB, and 1 GiB for each engine"
-    assert [each["resources"]["limits"]["memory"] for each in containers(pod)] == ["2112Mi", "16448Mi", "16448Mi"]
+    limits = [each["resources"]["limits"]["memory"] for each in containers(pod)]
+    assert limits == ["4096Mi", "2112Mi", "16448Mi", "16448Mi"], "not to the server"
 
 
 def test_settings_replace_those_of_the_chart() -> None:
@@ -321,9 +340,9 @@ def test_limits_follow_the_memory_limit() -> None:
     } == limits[0]
 
 
-@pytest.mark.parametrize("case", ["default", "secured", "shard", "secured shard"])
+@pytest.mark.parametrize("case", ["default", "secured", "shard", "secured shard", "engines"])
 def test_a_server_accepts_the_settings_of_its_pod(case: str, tmp_path: Path) -> None:
-    container = server_container(RENDERED[case])
+    container = next(each for pod in templates(case) for each in containers(pod) if each["name"] == "server")
     authority = Authority(tmp_path, "ca")
     pair = authority.issue("kvpool-server-0.kvpool-server")
     write_tokens(tmp_path / "tokens", [{"name": "standby", "role": "standby", "pools": ["*"]}])
@@ -342,7 +361,8 @@ def test_a_server_accepts_the_settings_of_its_pod(case: str, tmp_path: Path) -> 
     settings = {name: str(files.get(value, value)) for name, value in values.items()}
     settings = {name: value.replace("$(POD_NAME)", "kvpool-server-0") for name, value in settings.items()}
     of_the_image = re.findall(r'(KVPOOL_SERVE_\w+)=(?:"([^"]*)"|(\S+))', (ROOT / "Dockerfile").read_text())
-    settings |= {name: quoted or plain for name, quoted, plain in of_the_image if name.endswith("LISTEN")}
+    listens = {name: quoted or plain for name, quoted, plain in of_the_image if name.endswith("LISTEN")}
+    settings = listens | settings
     done = kvpool("serve", "--check", **settings, **{NO_JOURNAL: ""})
     assert (done.returncode, done.stdout) == (0, "the settings are valid\n"), done.stderr
 
@@ -351,49 +371,37 @@ def test_a_server_accepts_the_settings_of_its_pod(case: str, tmp_path: Path) -> 
 def test_notes_name_the_address_and_what_is_open(case: str) -> None:
     done = helm("install", "kvpool", CHART, "--dry-run=client", values=CASES[case])
     notes = done.stdout.partition("NOTES:\n")[2]
-    assert "kvpool-server" in notes, done.stderr
-    assert ("no tokens" in notes) is ("tokens" not in CASES[case])
-    assert ("no TLS" in notes) is ("tls" not in CASES[case])
+    names = {name_of(each) for each in RENDERED[case]}
+    assert {name for name in ("kvpool-server", "kvpool-vllm") if name in notes} == names - {"kvpool"}, done.stderr
+    is_shared = "kvpool-server" in names
+    assert ("no tokens" in notes) is (is_shared and "tokens" not in CASES[case])
+    assert ("no TLS" in notes) is (is_shared and "tls" not in CASES[case])
 
 
-def documented_values() -> dict[str, Object]:
-    """The values that the documentation shows, by page and position."""
+def documented_values() -> list[Object]:
+    """The values that the documentation shows."""
+    pages = [(DOCS / "how-to" / name).read_text() for name in ("deploy.md", "high-availability.md")]
     mark = f"<!-- tested: tests/compose/{Path(__file__).name} -->\n```yaml\n"
-    pages = [DOCS / "how-to" / name for name in ("deploy.md", "high-availability.md")]
-    shown = {page.stem: page.read_text().split(mark)[1:] for page in pages}
-    return {
-        f"{name} {i}": yaml.safe_load(text.partition("```")[0]) for name in shown for i, text in enumerate(shown[name])
-    }
+    return [yaml.safe_load(text.partition("```")[0]) for page in pages for text in page.split(mark)[1:]]
 
 
-@pytest.mark.parametrize(("where", "values"), documented_values().items())
-def test_documented_values_render(where: str, values: Object) -> None:
-    changed = [name for name in values if render({name: values[name]}) != render()]
-    assert changed or where == "deploy 0"
+@pytest.mark.parametrize("values", documented_values())
+def test_documented_values_render(values: Object) -> None:
+    assert [name for name in values if render({name: values[name]}) != render()] == list(values)
     assert render(values)
 
 
-def test_all_documented_values_render_together() -> None:
-    together: Object = {}
-    for values in documented_values().values():
-        together = both(together, values)
-    assert len(documented_values()) == 3
-    assert len(render(together)) == len(RENDERED["everything"])
-
-
 @pytest.mark.slow
-def test_processes_work_with_the_variables_of_their_pods(tmp_path: Path) -> None:
-    """A server, a lender and two engines. The reference engine is in place of vLLM, which takes the same variables."""
-    objects = RENDERED["engines on CPU"]
-    (pods,) = (each["spec"] for each in objects if name_of(each) == "kvpool-vllm" and each["kind"] == "StatefulSet")
-    pod = pods["template"]["spec"]
-    port = free_port()
+def test_processes_work_with_the_variables_of_their_pod(tmp_path: Path) -> None:
+    """A server, a lender and two engines. The reference engine is in place of vLLM, which takes the same variables.
+
+    The server is killed after the first engine. Its successor has the cache from the journal.
+    """
+    pod = find("StatefulSet", "kvpool-vllm", "engines on CPU")["spec"]["template"]["spec"]
     replaced = {
-        "/var/lib/kvpool/journal": tmp_path / "journal",
+        "/var/lib/kvpool": tmp_path / "state",
         "/run/kvpool": tmp_path,
-        "kvpool-server:50051": f"localhost:{port}",
-        "$(POD_INDEX)": "0",
-        "0.0.0.0:50052": f"127.0.0.1:{free_port()}",
+        "0.0.0.0:9464": f"127.0.0.1:{free_port()}",
         "0.0.0.0:9465": f"127.0.0.1:{free_port()}",
     }
 
@@ -403,35 +411,37 @@ def test_processes_work_with_the_variables_of_their_pods(tmp_path: Path) -> None
             values = {name: value.replace(there, str(found)) for name, value in values.items()}
         return values
 
-    (lender,) = pod["initContainers"]
-    lending = {**here(lender), "KVPOOL_WORKER_LEND_FOLDER": str(tmp_path)}
+    def hit_tokens(engine: Mapping[str, str]) -> int:
+        where = {"server": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL", "memory": "KVPOOL_MEMORY"}
+        options = [f"--{name}={engine[variable].replace('{rank}', '0')}" for name, variable in where.items()]
+        done = subprocess.run(
+            [processes.PYTHON, "-m", "examples.reference_engine", *options, "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env=processes.environment(**engine),
+            timeout=DEADLINE_SECONDS,
+        )
+        assert done.returncode == 0, done.stderr
+        return int(json.loads(done.stdout.splitlines()[-1])["hit_tokens"])
+
+    serving, lending = pod["initContainers"]
+    assert serving["command"] == ["kvpool", "serve"]
+    lent = {**here(lending), "KVPOOL_WORKER_LEND_FOLDER": str(tmp_path)}
     with (
-        CommandLineServer(f"localhost:{port}", environment=here(server_container(objects)) | {NO_JOURNAL: ""}),
-        LoggingProcess(processes.KVPOOL, *lender["command"][1:], environment=lending) as worker,
+        CommandLineServer(environment={NO_JOURNAL: "", **here(serving)}) as server,
+        LoggingProcess(processes.KVPOOL, *lending["command"][1:], environment=lent) as lender,
     ):
-        worker.wait_for('"lending"')
-        results = []
-        for engine in pod["containers"]:
-            settings = here(engine)
-            where = {"server": "KVPOOL_ADDRESS", "pool": "KVPOOL_POOL", "memory": "KVPOOL_MEMORY"}
-            options = [f"--{name}={settings[variable].replace('{rank}', '0')}" for name, variable in where.items()]
-            command = [processes.PYTHON, "-m", "examples.reference_engine", *options, "--json"]
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                check=False,
-                cwd=ROOT,
-                env=processes.environment(**settings),
-                timeout=DEADLINE_SECONDS,
-            )
-            assert done.returncode == 0, done.stderr
-            results.append(json.loads(done.stdout.splitlines()[-1]))
-        first, second = results
-        assert second["hit_tokens"] > first["hit_tokens"]
+        lender.wait_for('"lending"')
+        first, second = (here(engine) for engine in pod["containers"])
+        cold = hit_tokens(first)
+        server.kill()
+        server.restart()
+        assert hit_tokens(second) > cold
 
 
-@pytest.mark.parametrize("service", ["server", "kv-a", "kv-b"])
+@pytest.mark.parametrize("service", ["server", "kv-a", "kv-b", "lending-server", "vllm-server"])
 def test_compose_has_the_limits_of_the_chart_for_its_memory(service: str) -> None:
     compose = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"][service]
     objects = render()

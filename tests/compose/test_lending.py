@@ -14,11 +14,9 @@ ENGINES = ("engine-0", "engine-1")
 
 @pytest.fixture
 def lending(stack: Stack) -> Iterator[Stack]:
-    """The stack; engines, lender and pool are removed afterwards."""
+    """The stack; engines, lender and their server are removed afterwards."""
     yield stack
-    stack.compose("--profile", "lending", "rm", "--stop", "--force", "lender", *ENGINES)
-    remove = ("kvpool", "remove-pool", "--pool", "lent", "--address", "unix:/tmp/kvpool.sock")
-    stack.compose("exec", "-T", "server", *remove)
+    stack.compose("--profile", "lending", "rm", "--stop", "--force", "lending-server", "lender", *ENGINES)
 
 
 def counts(stack: Stack, engine: str) -> dict[str, int]:
@@ -34,9 +32,9 @@ def counts(stack: Stack, engine: str) -> dict[str, int]:
 
 
 def test_an_engine_finds_what_an_engine_in_another_container_computed(lending: Stack) -> None:
-    lending.compose("--profile", "lending", "up", "-d", "--no-build", "--no-deps", "lender")
+    lending.compose("--profile", "lending", "up", "-d", "--no-build", "lender")
     first, second = (counts(lending, engine) for engine in ENGINES)
     assert first["requests"] == first["equal_requests"] == second["equal_requests"]
     assert second["hit_tokens"] > first["hit_tokens"]
-    pool = lending.client.get_pool("lent")
+    pool = lending.local_pool("lending-server")
     assert pool.free_blocks == pool.config.num_blocks - 1

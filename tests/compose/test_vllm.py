@@ -1,19 +1,17 @@
-"""The profile `vllm`: two vLLM engines in containers, on the memory of a third, and the image that they run."""
+"""The profile `vllm`: a server, a lender and two vLLM engines in containers, and the image that they run."""
 
 import json
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 
 import pytest
 
-from kvpool.client import NotFoundError
 from support.compose import WORKERS, Stack, docker, eventually
 
 pytestmark = [pytest.mark.complete, pytest.mark.timeout(3600)]
 
 IMAGE = "kvpool-vllm"
-SERVICES = ("vllm-requests", "vllm-1", "vllm-0", "vllm-lender")
+SERVICES = ("vllm-requests", "vllm-1", "vllm-0", "vllm-lender", "vllm-server")
 BUILD_SECONDS = 2400.0
 START_SECONDS = 900.0
 PROGRAM = """
@@ -27,15 +25,11 @@ print(version("vllm"), version("torch"), "kvpool" in names)
 def vllm(stack: Stack) -> Iterator[Stack]:
     """The stack with the image, and without ranks and schedulers, which would compute meanwhile."""
     with stack.settings(VLLM_PORT_0="0", VLLM_PORT_1="0"):  # any: nothing connects to them
-        stack.compose("--profile", "vllm", "build", "vllm-lender", timeout_seconds=BUILD_SECONDS)
+        stack.compose("--profile", "vllm", "build", "vllm-server", timeout_seconds=BUILD_SECONDS)
         stack.stop_schedulers()
         stack.compose("stop", *WORKERS)
         yield stack
         stack.compose("--profile", "vllm", "rm", "--stop", "--force", *SERVICES)
-    with suppress(NotFoundError):
-        stack.client.get_pool("tiny")
-        remove = ("kvpool", "remove-pool", "--pool", "tiny", "--address", "unix:/tmp/kvpool.sock")
-        stack.compose("exec", "-T", "server", *remove)
     stack.compose("up", "-d", "--no-build")
     stack.wait_at_work()
 
@@ -50,9 +44,10 @@ def test_two_engines_find_each_others_prefixes(vllm: Stack) -> None:
     found = eventually("two answers", lambda: answers if len(answers := printed()) == 2 else None, 120)
     assert found == [("vllm-0", "200", "0"), ("vllm-1", "200", "192")]
     logs = vllm.compose("--profile", "vllm", "logs", "--no-color", "vllm-0", "vllm-1")
-    use = "engine uses kvpool pool=tiny memory=unix:/run/kvpool/memory-{rank}.sock address=server:50051"
+    sockets = "memory=unix:/run/kvpool/memory-{rank}.sock address=unix:/run/kvpool/server.sock"
+    use = f"engine uses kvpool pool=tiny {sockets}"
     assert logs.count(use) == 2, logs
-    pool = vllm.client.get_pool("tiny")
+    pool = vllm.local_pool("vllm-server")
     assert (pool.sessions, pool.requests, len(pool.ranks)) == (2, 0, 1)
     assert pool.prefix_cache.shared_hits_tokens == 192
 

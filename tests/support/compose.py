@@ -1,6 +1,7 @@
 """The Compose stack of deploy/ in real containers, and helpers to control and query it."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -10,6 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final, TypeVar
+
+from google.protobuf import json_format
 
 from kvpool.client import Client, KvpoolError, PoolInfo, PoolState, connect
 from support.paths import ROOT
@@ -160,6 +163,13 @@ class Stack:
     def pool(self) -> PoolInfo:
         """The current pool info of the server."""
         return self.client.get_pool(POOL)
+
+    def local_pool(self, server: str) -> PoolInfo:
+        """The one pool of a server that listens only on a socket in a volume."""
+        profile = server.partition("-")[0]
+        show = ("kvpool", "pools", "--json", "--address", "unix:/run/kvpool/server.sock")
+        (pool,) = json.loads(self.compose("--profile", profile, "exec", "-T", server, *show))["pools"]
+        return json_format.ParseDict(pool, PoolInfo())
 
     def wait_state(self, state: PoolState.ValueType, timeout_seconds: float = 60.0) -> PoolInfo:
         """Waits for a state of the pool."""

@@ -12,12 +12,28 @@ app.kubernetes.io/instance: {{ $root.Release.Name }}
 app.kubernetes.io/component: {{ index . 1 }}
 {{- end -}}
 
-{{- define "kvpool.labels" -}}
+{{/* Name and labels of an object of a component: (list . "server") */}}
+{{- define "kvpool.metadata" -}}
 {{- $root := index . 0 -}}
-{{ include "kvpool.selector" . }}
-app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
-app.kubernetes.io/managed-by: {{ $root.Release.Service }}
-helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
+name: {{ include "kvpool.fullname" $root }}-{{ index . 1 }}
+labels:
+  {{- include "kvpool.selector" . | nindent 2 }}
+  app.kubernetes.io/version: {{ $root.Chart.AppVersion | quote }}
+  app.kubernetes.io/managed-by: {{ $root.Release.Service }}
+  helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
+{{- end -}}
+
+{{/* Keeps all pods of a component but one while nodes are drained: (list . "server") */}}
+{{- define "kvpool.disruptionBudget" -}}
+apiVersion: policy/v1
+kind: PodDisruptionBudget
+metadata:
+  {{- include "kvpool.metadata" . | nindent 2 }}
+spec:
+  maxUnavailable: 1
+  selector:
+    matchLabels:
+      {{- include "kvpool.selector" . | nindent 6 }}
 {{- end -}}
 
 {{/* An image: (list . repository tag) */}}
@@ -53,14 +69,10 @@ securityContext:
   capabilities: {drop: ["ALL"]}
 {{- end -}}
 
-{{/* Addresses of the server, as clients take them. */}}
-{{- define "kvpool.address" -}}
-{{- $server := printf "%s-server" (include "kvpool.fullname" .) -}}
-{{- if .Values.shard.enabled -}}
-{{ printf "%s-0.%s:50051,%s-1.%s:50051" $server $server $server $server }}
-{{- else -}}
-{{ printf "%s:50051" $server }}
-{{- end -}}
+{{/* Not empty if the release has the shared server. */}}
+{{- define "kvpool.isShared" -}}
+{{- if kindIs "bool" .Values.server.enabled }}{{ with .Values.server.enabled }}{{ . }}{{ end }}
+{{- else if not .Values.vllm.enabled }}true{{ end -}}
 {{- end -}}
 
 {{/* Limits on clients, from the memory limit: "Memory of a pod" in docs/reference/limits.md. */}}
@@ -80,15 +92,12 @@ max_waiting_steps: {{ div $mib 16 }}
 max_waiting_bytes: {{ mul $mib 8192 }}
 {{- end -}}
 
-{{/* Options of the server. */}}
-{{- define "kvpool.serverSettings" -}}
+{{/* Options of the shared server. */}}
+{{- define "kvpool.sharedSettings" -}}
 {{- $server := printf "%s-server" (include "kvpool.fullname" .) -}}
-log_format: json
-journal: /var/lib/kvpool/journal
 {{- if .Values.tls.secretName }}
 tls_cert: /etc/kvpool/tls/tls.crt
 tls_key: /etc/kvpool/tls/tls.key
-allow_plaintext: metrics
 {{- else }}
 allow_plaintext: grpc metrics{{ if .Values.shard.enabled }} replication{{ end }}
 {{- end }}
@@ -107,7 +116,58 @@ replication_tls_ca: /etc/kvpool/tls/ca.crt
 replication_token_file: /etc/kvpool/standby/token
 {{- end }}
 {{- end }}
-{{ include "kvpool.limits" . }}
+{{- end -}}
+
+{{/* Variables of a server: (list . options). Of an option that is given twice the last value counts. */}}
+{{- define "kvpool.serverVariables" -}}
+{{- $root := index . 0 -}}
+{{- $all := dict "log_format" "json" "journal" "/var/lib/kvpool/journal" "allow_plaintext" "metrics" -}}
+{{- range $options := list (include "kvpool.limits" $root | fromYaml) (index . 1) $root.Values.server.settings -}}
+{{- range $option, $value := $options }}{{ $_ := set $all $option $value }}{{ end -}}
+{{- end -}}
+{{- range $option, $value := $all }}
+- {name: KVPOOL_SERVE_{{ upper $option }}, value: {{ include "kvpool.value" $value | quote }}}
+{{- end }}
+{{- end -}}
+
+{{/* Probes of a server or a lender: its port of metrics. */}}
+{{- define "kvpool.probes" -}}
+# Probes of type grpc do not support TLS, and a TCP probe is not enough: connections are accepted even if the process hangs.
+# /healthz of a server answers 503 if the event loop was busy for 5 s. Not /readyz: a server that waits for another one, or
+# for etcd, must not be killed.
+startupProbe:
+  httpGet: {path: /healthz, port: {{ . }}}
+  periodSeconds: 2
+  timeoutSeconds: 6
+  failureThreshold: 60
+livenessProbe:
+  httpGet: {path: /healthz, port: {{ . }}}
+  periodSeconds: 10
+  timeoutSeconds: 6
+  failureThreshold: 6
+{{- end -}}
+
+{{/* Resources of a server; of a standby as of the primary: it executes every change. */}}
+{{- define "kvpool.serverResources" -}}
+resources:
+  requests: {cpu: {{ .Values.server.cpu | quote }}, memory: {{ int64 .Values.server.requestedMemoryMiB }}Mi}
+  limits: {memory: {{ int64 .Values.server.memoryMiB }}Mi}
+{{- end -}}
+
+{{/* The claim of a journal, which outlives the pod: (list . "server") */}}
+{{- define "kvpool.journalClaim" -}}
+{{- $journal := (index . 0).Values.server.journal -}}
+- metadata:
+    name: journal
+    labels:
+      {{- include "kvpool.selector" . | nindent 6 }}
+  spec:
+    accessModes: [ReadWriteOnce]
+{{- with $journal.storageClassName }}
+    storageClassName: {{ . }}
+{{- end }}
+    resources:
+      requests: {storage: {{ $journal.size }}}
 {{- end -}}
 
 {{/* A value of an option as a variable's: numbers without an exponent, lists separated by spaces. */}}
@@ -120,6 +180,7 @@ replication_token_file: /etc/kvpool/standby/token
 {{/* Refuses values that contradict each other. */}}
 {{- define "kvpool.check" -}}
 {{- if .Values.shard.enabled -}}
+{{- if not (include "kvpool.isShared" .) }}{{ fail "shard.enabled needs server.enabled: a pair is shared" }}{{ end -}}
 {{- if not .Values.shard.etcd }}{{ fail "shard.enabled needs shard.etcd, the addresses of your etcd" }}{{ end -}}
 {{- if and .Values.tokens.secretName (not .Values.shard.standbyTokenSecret) -}}
 {{ fail "shard.enabled with tokens needs shard.standbyTokenSecret" }}
@@ -127,9 +188,6 @@ replication_token_file: /etc/kvpool/standby/token
 {{- end -}}
 {{- if .Values.vllm.enabled -}}
 {{- if not .Values.vllm.model }}{{ fail "vllm.enabled needs vllm.model" }}{{ end -}}
-{{- if and .Values.tokens.secretName (not .Values.vllm.tokenSecret) -}}
-{{ fail "vllm.enabled with tokens needs vllm.tokenSecret" }}
-{{- end -}}
 {{- if and (eq .Values.vllm.device "cuda") (not .Values.vllm.resourceClaimTemplate) -}}
 {{ fail "vllm.device cuda needs vllm.resourceClaimTemplate: the containers of a pod share their devices" }}
 {{- end -}}
