@@ -10,7 +10,7 @@ from fuzz.served import Served
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import Operation
 from kvpool.v1 import allocator_pb2, step_pb2
 
@@ -193,11 +193,8 @@ class RequestGrammar:
         step.num_lookahead_tokens.append(row.lookahead)
         step.num_encoder_tokens.append(row.encoder)
         step.delay_cache_blocks.append(row.delay)
-        step.num_external_tokens.append(row.options.num_external_tokens)
-        step.num_in_flight_tokens.append(row.options.num_in_flight_tokens)
-        step.num_reserved_blocks.append(row.options.num_reserved_blocks)
-        step.num_watermark_blocks.append(row.options.num_watermark_blocks)
-        step.full_sequence_must_fit.append(row.options.full_sequence_must_fit)
+        for name in OPTION_COLUMNS:
+            getattr(step, name).append(getattr(row.options, name))
         for block_ids in row.block_ids or ((),) * len(pool.config.groups):
             step.num_block_ids.append(len(block_ids))
             step.block_ids.extend(block_ids)
