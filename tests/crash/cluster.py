@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from crash.site import SERVER_TIMING, Plan, Site
+from crash.site import SERVER_TIMING, Plan, Site, send
 from support.etcd import EtcdCluster
 from support.hosts import Hosts
 from support.pair import Pair, PairServer
@@ -64,10 +64,7 @@ class ClusterSite(Site):
 
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the primary."""
-        server = self.primary()
-        server.process.signal(number)
-        if number == signal.SIGKILL:
-            server.process.end()
+        send(self.primary().process, number)
 
     def primary(self) -> PairServer:
         """Waits for the primary; restarts servers that die meanwhile."""

@@ -153,33 +153,25 @@ class Site:
     def signal_lender(self, number: signal.Signals) -> None:
         """Kills, stops or continues the worker that lends memory."""
         assert self._lender
-        self._lender.signal(number)
-        if number == signal.SIGKILL:
-            self._lender.end()
+        send(self._lender, number)
 
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the server."""
         assert self.server
-        self.server.signal(number)
-        if number == signal.SIGKILL:
-            self.server.end()
+        send(self.server, number)
 
     def signal_scheduler(self, slot: int, number: signal.Signals) -> None:
         """Kills, stops or continues a scheduler; stops it during a step only if it maps lent memory."""
         process = self._schedulers[slot]
         lock = StepLock(self.folder / f"scheduler-{slot}.lock").held()
         with contextlib.nullcontext() if self.plan.maps_memory(slot) else lock:
-            process.signal(number)
+            send(process, number)
             if number == signal.SIGSTOP:
                 wait_stopped(process.pid)
-        if number == signal.SIGKILL:
-            process.end()
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Kills, stops or continues a rank."""
-        self._ranks[rank].signal(number)
-        if number == signal.SIGKILL:
-            self._ranks[rank].end()
+        send(self._ranks[rank], number)
 
     def wait_for_steps(
         self, slots: list[int], *, every: bool, count: int = 1, unless: Callable[[], bool] = lambda: False
@@ -233,3 +225,10 @@ class Site:
             (self.folder / f"server-{i}.err").write_text(server.log)
             if bugs := bugs_in(server.log, self.expected_errors):
                 self.log.write("violation", what="SERVER_BUG", bugs=bugs, lines=server.lines[-60:])
+
+
+def send(process: LoggingProcess, number: signal.Signals) -> None:
+    """Sends a signal, and waits for the end of a killed process."""
+    process.signal(number)
+    if number == signal.SIGKILL:
+        process.end()
