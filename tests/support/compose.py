@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Final, TypeVar
 from kvpool.client import Client, KvpoolError, PoolInfo, PoolState, connect
 from support.paths import ROOT
 from support.prometheus import Prometheus
+from support.server import free_port
 
 DEPLOY: Final = ROOT / "deploy"
 PROJECT: Final = "kvpool-test"
@@ -97,7 +97,7 @@ class Stack:
     """
 
     def __init__(self) -> None:
-        ports = {name: str(_free_port()) for name in _PORTS}
+        ports = {name: str(free_port()) for name in _PORTS}
         self._environment = {**os.environ, **ports}
         self._command = [*_compose(), "-p", PROJECT, "-f", str(DEPLOY / "docker-compose.yml"), "-f", str(_PATIENT)]
         self._address = f"127.0.0.1:{ports['KVPOOL_PORT']}"
@@ -218,9 +218,3 @@ def _run(command: list[str], environment: Mapping[str, str], timeout_seconds: fl
     )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port

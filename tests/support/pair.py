@@ -28,7 +28,6 @@ class PairServer:
     Args:
         host: Its host, on which no other process listens at its ports.
         folder: Folder of its journal.
-        shard_name: Name of the shard that it belongs to, or is to adopt.
         options: More options of `kvpool serve`.
         is_cuttable: Whether the connections of its standby can be cut.
 
@@ -39,11 +38,10 @@ class PairServer:
         processes: Its processes, the newest one last.
     """
 
-    def __init__(self, host: Host, folder: Path, shard_name: str, options: Sequence[str], *, is_cuttable: bool) -> None:
+    def __init__(self, host: Host, folder: Path, options: Sequence[str], *, is_cuttable: bool) -> None:
         self.host = host
         self.address = f"{host.address}:{_PORT}"
         self.folder = folder
-        self._shard_name = shard_name
         listen = f"{host.address}:{_REPLICATION_PORT}"
         self.link = Network(listen) if is_cuttable else None
         self.processes: list[CommandLineServer] = []
@@ -112,42 +110,30 @@ class Pair:
         folder: Folder of their journals.
         url: The directory.
         options: More options of `kvpool serve`.
-        shard_name: Name of the shard.
         is_cuttable: Whether the connections between the servers can be cut.
         hosts: Hosts for the servers; without them, they are on this one.
 
     Attributes:
-        servers: The two servers, which do not run yet, and those that were added.
+        servers: The two servers, which do not run yet.
     """
 
-    def __init__(  # noqa: PLR0913 - its place, and what tests do to it
+    def __init__(
         self,
         folder: Path,
         url: str,
         options: Sequence[str] = (),
         *,
-        shard_name: str = "main",
         is_cuttable: bool = False,
         hosts: Sequence[Host] = (),
     ) -> None:
-        self._net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
-        self._folder = folder
-        self._hosts = hosts
-        self._shard_name = shard_name
-        self._options = ["--cluster", url, "--grace-seconds", "2", *options]
-        self.servers: list[PairServer] = []
+        all_options = ["--shard", "main", "--cluster", url, "--grace-seconds", "2", *options]
         if hosts:
-            self._options += ["--allow-plaintext", "grpc", "--allow-plaintext", "replication"]
-        for _ in range(2):
-            self.add("--shard", shard_name, is_cuttable=is_cuttable)
-
-    def add(self, *options: str, is_cuttable: bool = False) -> PairServer:
-        """Adds a server, which does not run yet."""
-        i = len(self.servers) + 1
-        folder, all_options = self._folder / f"journal-{i}", [*options, *self._options]
-        host = self._hosts[i - 1] if self._hosts else Host(f"{self._net}.{i}")
-        self.servers.append(PairServer(host, folder, self._shard_name, all_options, is_cuttable=is_cuttable))
-        return self.servers[-1]
+            all_options += ["--allow-plaintext", "grpc", "--allow-plaintext", "replication"]
+        net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
+        self.servers = [
+            PairServer(host, folder / f"journal-{i}", all_options, is_cuttable=is_cuttable)
+            for i, host in enumerate(hosts or (Host(f"{net}.1"), Host(f"{net}.2")), start=1)
+        ]
 
     @property
     def seeds(self) -> str:
@@ -156,36 +142,24 @@ class Pair:
 
     def start(self) -> None:
         """Starts the pair and waits until they are in sync."""
-        for server in self.servers[:2]:
+        for server in self.servers:
             server.start()
         self.wait_in_sync()
 
-    def wait_in_sync(self, least_term: int = 1, meanwhile: Callable[[], object] = lambda: None) -> int:
+    def wait_in_sync(self, meanwhile: Callable[[], object] = lambda: None) -> int:
         """Waits until both servers report the same primary and each other as in sync. Returns the term.
 
         Args:
-            least_term: The least term of the primary.
             meanwhile: Called in each round.
         """
 
         def find() -> int | None:
             meanwhile()
-            first, second = (server.shard() for server in self.servers[:2])
+            first, second = (server.shard() for server in self.servers)
             is_same = first is not None and first == second and len(first.members) == 2
-            return first.term if first and is_same and first.term >= least_term else None
+            return first.term if first and is_same else None
 
         return self.wait_for(find, "both in sync")
-
-    def wait_members(self, *servers: PairServer) -> None:
-        """Waits until the first server is the primary, and names exactly these servers as in sync."""
-
-        def find() -> bool | None:
-            shard = servers[0].shard()
-            addresses = {address for member in shard.members for address in member.addresses} if shard else set()
-            is_primary = shard is not None and servers[0].address in shard.primary_addresses
-            return (is_primary and addresses == {server.address for server in servers}) or None
-
-        self.wait_for(find, f"{', '.join(server.address for server in servers)} in sync")
 
     def primary(self, meanwhile: Callable[[], object] = lambda: None) -> PairServer:
         """Waits until a running server says that it is the primary, and returns the one of the highest term.
