@@ -41,6 +41,7 @@ class Plan:
         step_seconds: Maximum duration of a step.
         is_brief: Whether schedulers log the times of their steps only.
         command: The command that runs `kvpool serve`.
+        options: More options of it.
         lender_command: The command that runs `kvpool worker`.
     """
 
@@ -56,6 +57,7 @@ class Plan:
     step_seconds: float = 0.01
     is_brief: bool = False
     command: tuple[str, ...] = KVPOOL
+    options: tuple[str, ...] = ()
     lender_command: tuple[str, ...] = KVPOOL
 
     def maps_memory(self, slot: int) -> bool:
@@ -106,7 +108,7 @@ class Site:
     def start_server(self, faults: str = "") -> bool:
         """Starts the server; returns whether it listened before it died at a fault point."""
         self.log.write("starting", target="server", faults=faults)
-        options = ["--grace-seconds", "2", *SERVER_TIMING]
+        options = ["--grace-seconds", "2", *SERVER_TIMING, *self.plan.options]
         if self.plan.journaled:
             options += ["--journal", str(self.folder / "journal")]
         command = self.plan.command

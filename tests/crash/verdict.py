@@ -45,6 +45,11 @@ class Verdict:
     blocks: Counter[str] = field(default_factory=Counter)
     recovery_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of the violations."""
+        return {line.partition(":")[0] for line in self.violations}
+
     def as_json(self) -> dict[str, object]:
         """The figures as JSON values."""
         return {

@@ -35,7 +35,7 @@ def test_one_row_at_a_time_gives_the_recorded_results(path: Path, monkeypatch: p
 def test_one_row_at_a_time_leaves_the_same_state(seed: int, order: ReuseOrder, caching: bool) -> None:  # noqa: FBT001
     allocator = DrivenState()
     records = Recorder(allocator).records
-    short = replace(config(24, reuse_order=order, enable_caching=caching), max_model_len=40)
+    short = replace(config(24, reuse_order=order, enable_caching=caching), max_model_len=42)
     traffic = Traffic(allocator, short, seed)
     for _ in range(120):
         traffic.change()
