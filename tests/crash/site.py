@@ -42,7 +42,6 @@ class Plan:
         is_brief: Whether schedulers log the times of their steps only.
         command: The command that runs `kvpool serve`.
         options: More options of it.
-        lender_command: The command that runs `kvpool worker`.
     """
 
     seed: int
@@ -58,7 +57,6 @@ class Plan:
     is_brief: bool = False
     command: tuple[str, ...] = KVPOOL
     options: tuple[str, ...] = ()
-    lender_command: tuple[str, ...] = KVPOOL
 
     def maps_memory(self, slot: int) -> bool:
         """Whether a scheduler maps lent memory."""
@@ -148,7 +146,7 @@ class Site:
 
     def start_lender(self) -> None:
         """Starts the worker that lends memory, or its successor."""
-        command = [*self.plan.lender_command, "worker", "--server", self.address, "--pool", LENT_POOL, "--rank", "0"]
+        command = [*KVPOOL, "worker", "--server", self.address, "--pool", LENT_POOL, "--rank", "0"]
         command += ["--device", "cpu", "--memory", "1MiB", "--lend", f"unix:{self.folder / 'lender'}"]
         self._lender = LoggingProcess(*command, "--lend-folder", str(self.lent_memory))
 
