@@ -30,14 +30,15 @@ def main() -> None:
                 print("working", flush=True)  # noqa: T201 - the parent reads it
                 while not select.select([sys.stdin], [], [], PAUSE_SECONDS)[0]:
                     started = time.monotonic()
-                    _work(session, len(rounds))
+                    work(session, len(rounds))
                     rounds.append((started, time.monotonic() - started))
     except (KvpoolError, AssertionError) as met:
         error = f"{type(met).__name__}: {met}"
     print(json.dumps({"error": error, "rounds": rounds}))  # noqa: T201 - the parent reads it
 
 
-def _work(session: Any, number: int) -> None:
+def work(session: Any, number: int) -> None:
+    """A round: admits, decodes and frees a request whose prompt is cached after round 0."""
     request = session.request(f"r{number}", range(16))
     admitted = session.admit(request)
     num_hit = 12 if number else 0

@@ -4,12 +4,11 @@ import random
 import re
 import signal
 import time
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
-from crash.site import SERVER_TIMING, Plan, Site
+from crash.site import SERVER_TIMING, Plan, Site, send
 from support.etcd import EtcdCluster
 from support.hosts import Hosts
 from support.pair import Pair, PairServer
@@ -23,7 +22,7 @@ _POINTS: Final = ("step.decoded", "step.applied", "step.answered", "journal.befo
 
 
 class ClusterSite(Site):
-    """See `Site`. Its methods for the server mean the primary. `options` are more options of `kvpool serve`.
+    """See `Site`. Its methods for the server mean the primary.
 
     Attributes:
         etcd: The directory's etcd.
@@ -32,13 +31,13 @@ class ClusterSite(Site):
 
     expected_errors = ("directory cannot be used",)
 
-    def __init__(self, folder: Path, plan: Plan, options: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, plan: Plan) -> None:
         super().__init__(folder, plan)
         self._network = Hosts(2) if plan.has_hosts else None
         hosts = self._network.hosts if self._network else ()
         self.etcd = EtcdCluster(folder / "etcd", _NODES, addresses=self._network.addresses if self._network else ())
         url = f"etcd://{','.join(self.etcd.endpoints)}/crash"
-        self.pair = Pair(folder, url, [*_TIMING, *options], is_cuttable=not hosts, hosts=hosts)
+        self.pair = Pair(folder, url, [*_TIMING, *plan.options], is_cuttable=not hosts, hosts=hosts)
         self.address = self.pair.seeds
         self._chance = random.Random(plan.seed)  # noqa: S311 - a test's dice
 
@@ -64,10 +63,7 @@ class ClusterSite(Site):
 
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the primary."""
-        server = self.primary()
-        server.process.signal(number)
-        if number == signal.SIGKILL:
-            server.process.end()
+        send(self.primary().process, number)
 
     def primary(self) -> PairServer:
         """Waits for the primary; restarts servers that die meanwhile."""

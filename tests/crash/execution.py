@@ -6,7 +6,7 @@ from multiprocessing.connection import Client, Connection
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from crash.memory import Memory, StepLock
+from crash.memory import Cells, Memory, StepLock
 from kvpool.client import Session
 from kvpool.core.ids import TableLease
 
@@ -41,16 +41,6 @@ class Outcome:
 
     refused: str = ""
     wrong: list[tuple[int, bytes, bytes]] = field(default_factory=list)
-
-
-class Cells(Protocol):
-    """The memory of blocks; see `Memory`."""
-
-    def read(self, block_id: int) -> bytes:
-        """Reads the content of a block."""
-
-    def write(self, block_id: int, content: bytes) -> None:
-        """Writes the content of a block."""
 
 
 class Executor(Protocol):

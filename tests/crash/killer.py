@@ -4,6 +4,7 @@ import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 from crash.site import DEAD_PEER_SECONDS, Site
@@ -94,11 +95,7 @@ class Killer:
 
     def _stop_server(self) -> None:
         """Stops the server for longer than any lease, which extends the leases."""
-        self._site.log.write("stop", target="server", how="SIGSTOP")
-        self._site.signal_server(signal.SIGSTOP)
-        time.sleep(self._site.plan.lease_seconds + _MARGIN_SECONDS)
-        self._site.signal_server(signal.SIGCONT)
-        self._site.log.write("cont", target="server")
+        self._stop_for(self._site.plan.lease_seconds + _MARGIN_SECONDS, self._site.signal_server, target="server")
         self._site.wait_for_steps(self._slots, every=False)
 
     def _kill_any_scheduler(self) -> None:
@@ -128,11 +125,8 @@ class Killer:
     def _stop_rank(self) -> None:
         """Stops a rank until it counts as silent, sometimes until its epoch passes."""
         rank = self._chance.randrange(self._site.plan.ranks)
-        self._site.log.write("stop", target="rank", how="SIGSTOP", rank=rank)
-        self._site.signal_rank(rank, signal.SIGSTOP)
-        time.sleep(self._chance.choice(self.rank_stops_seconds))
-        self._site.signal_rank(rank, signal.SIGCONT)
-        self._site.log.write("cont", target="rank", rank=rank)
+        seconds = self._chance.choice(self.rank_stops_seconds)
+        self._stop_for(seconds, partial(self._site.signal_rank, rank), target="rank", rank=rank)
 
     def _kill_lender(self) -> None:
         """Kills the worker that lends memory. Its successor continues, sometimes after its rank was given up."""
@@ -143,11 +137,15 @@ class Killer:
 
     def _stop_lender(self) -> None:
         """Stops the worker that lends memory until its rank counts as silent, sometimes until its epoch passes."""
-        self._site.log.write("stop", target="lender", how="SIGSTOP")
-        self._site.signal_lender(signal.SIGSTOP)
-        time.sleep(self._chance.choice([2.5, 7.0]))
-        self._site.signal_lender(signal.SIGCONT)
-        self._site.log.write("cont", target="lender")
+        self._stop_for(self._chance.choice([2.5, 7.0]), self._site.signal_lender, target="lender")
+
+    def _stop_for(self, seconds: float, send: Callable[[signal.Signals], object], **target: object) -> None:
+        """Stops a process for some time."""
+        self._site.log.write("stop", how="SIGSTOP", **target)
+        send(signal.SIGSTOP)
+        time.sleep(seconds)
+        send(signal.SIGCONT)
+        self._site.log.write("cont", **target)
 
     def _continue_due(self, now: float) -> None:
         for due, slot in list(self._stopped):

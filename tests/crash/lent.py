@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from crash.execution import Outcome, Task, compute
-from crash.memory import CELL_BYTES
+from crash.memory import Cells
 from crash.scheduler import LENT_POOL
 from kvpool.client import AbortedError, KvpoolError
 from kvpool.core.ids import PoolName, TableLease
@@ -37,21 +37,6 @@ def declared(max_model_len: int) -> DeclaredMemory:
     return DeclaredMemory(config, NUM_BLOCKS * BLOCK_BYTES)
 
 
-class BlockCells:
-    """The cells of blocks; see `Memory`."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer = buffer
-
-    def read(self, block_id: int) -> bytes:
-        """Reads the content of a block."""
-        return bytes(self._buffer[block_id * BLOCK_BYTES : block_id * BLOCK_BYTES + CELL_BYTES])
-
-    def write(self, block_id: int, content: bytes) -> None:
-        """Writes the content of a block."""
-        self._buffer[block_id * BLOCK_BYTES : block_id * BLOCK_BYTES + CELL_BYTES] = content
-
-
 class OnLentMemory:
     """Runs steps on blocks of a mapped buffer; see `Executor`.
 
@@ -74,7 +59,8 @@ class OnLentMemory:
         except KvpoolError:
             self._lender.close()
             raise
-        self._cells = BlockCells(memoryview(self._memory.buffer.numpy()).cast("B"))  # type: ignore[arg-type] # numpy before 2.1
+        buffer = memoryview(self._memory.buffer.numpy()).cast("B")  # type: ignore[arg-type] # numpy before 2.1
+        self._cells = Cells(buffer, BLOCK_BYTES)
 
     def run(self, tasks: list[Task], seconds: float) -> Outcome:
         """See `Executor`."""
@@ -96,7 +82,7 @@ class OnLentMemory:
         self._lender.close()
 
 
-def cells_at_rest(folder: Path) -> BlockCells:
+def cells_at_rest(folder: Path) -> Cells:
     """The cells in the newest memory of a lender's folder."""
     newest = max(folder.rglob("memory-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    return BlockCells(memoryview(newest.read_bytes()))
+    return Cells(memoryview(newest.read_bytes()), BLOCK_BYTES)

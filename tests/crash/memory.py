@@ -16,22 +16,32 @@ CELL_BYTES: Final = 33
 _SLOTS: Final = 64
 
 
-class Memory:
-    """Contents of the blocks: one cell per block, with the content written last.
+class Cells:
+    """Contents of the blocks: one cell at the beginning of each block, with the content written last."""
+
+    def __init__(self, buffer: "mmap.mmap | memoryview", block_bytes: int = CELL_BYTES) -> None:
+        self._buffer = buffer
+        self._block_bytes = block_bytes
+
+    def read(self, block_id: int) -> bytes:
+        """Reads the content of a block."""
+        start = block_id * self._block_bytes
+        return bytes(self._buffer[start : start + CELL_BYTES])
+
+    def write(self, block_id: int, content: bytes) -> None:
+        """Writes the content of a block."""
+        start = block_id * self._block_bytes
+        self._buffer[start : start + CELL_BYTES] = content
+
+
+class Memory(Cells):
+    """The cells in a file.
 
     Each incarnation of a pool (none_hash and epoch) has its own file, since ranks allocate new tensors per epoch.
     """
 
     def __init__(self, folder: Path, incarnation: str, num_blocks: int) -> None:
-        self._map = _shared(folder / f"memory-{incarnation}", num_blocks * CELL_BYTES)
-
-    def read(self, block_id: int) -> bytes:
-        """Reads the content of a block."""
-        return self._map[block_id * CELL_BYTES : (block_id + 1) * CELL_BYTES]
-
-    def write(self, block_id: int, content: bytes) -> None:
-        """Writes the content of a block."""
-        self._map[block_id * CELL_BYTES : (block_id + 1) * CELL_BYTES] = content
+        super().__init__(_shared(folder / f"memory-{incarnation}", num_blocks * CELL_BYTES))
 
 
 def content(request: Request, group: int, end_tokens: int, hash_block_size: int, *, full: bool) -> bytes:

@@ -5,9 +5,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from crash.execution import Cells, rank_memory
+from crash.execution import rank_memory
 from crash.lent import cells_at_rest
-from crash.memory import Memory
+from crash.memory import Cells, Memory
 from crash.scheduler import LENT_POOL, incarnation
 from crash.site import Site
 from kvpool.client import KvpoolError, PoolInfo, connect

@@ -1,7 +1,6 @@
 """Kills processes of a kvpool at random and judges the answers of its schedulers: see --help."""
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -19,26 +18,34 @@ from crash.verdict import Verdict, judge
 from support.programs import exit_on_sigterm
 
 
-def run(folder: Path, plan: Plan, kills: int, on_kill: Callable[[int], object] = lambda _: None) -> Verdict:
+def run(folder: Path, plan: Plan, strike: Callable[[Site], object]) -> Verdict:
     """Executes a run and judges it.
 
     Args:
         folder: Empty folder for all files.
         plan: Processes and settings of the run.
-        kills: Number of processes to kill or stop.
-        on_kill: Called after each kill with the number of kills so far.
+        strike: What happens to the processes while the schedulers work.
     """
     site: Site = ClusterSite(folder, plan) if plan.is_cluster else Site(folder, plan)
     with closing(site):
         site.start()
         everyone = list(range(plan.schedulers))
         site.wait_for_steps(everyone, every=True)
-        killer = ClusterKiller(site) if isinstance(site, ClusterSite) else Killer(site)
-        killer.run(kills, on_kill)
+        strike(site)
         site.wait_for_steps(everyone, every=True)
         site.stop_schedulers()
         check_at_rest(site)
     return judge(folder, journaled=plan.journaled, is_cluster=plan.is_cluster)
+
+
+def killing(kills: int, on_kill: Callable[[int], object] = lambda _: None) -> Callable[[Site], None]:
+    """Kills or stops processes at random; calls `on_kill` after each kill with the number of kills so far."""
+
+    def kill(site: Site) -> None:
+        killer = ClusterKiller(site) if isinstance(site, ClusterSite) else Killer(site)
+        killer.run(kills, on_kill)
+
+    return kill
 
 
 def table(verdict: Verdict) -> str:
@@ -84,10 +91,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         kept = options.keep or Path(folder)
         kept.mkdir(parents=True, exist_ok=True)
-        verdict = run(kept, plan, options.kills, on_kill)
+        verdict = run(kept, plan, killing(options.kills, on_kill))
     print(file=sys.stderr)  # noqa: T201
     print(table(verdict))  # noqa: T201
-    print(json.dumps({"seed": plan.seed, "journal": plan.journaled, "cluster": plan.is_cluster, **verdict.as_json()}))  # noqa: T201
+    print("\n".join([f"seed {plan.seed}", *verdict.violations]))  # noqa: T201
     return 1 if verdict.violations else 0
 
 

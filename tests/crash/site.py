@@ -41,7 +41,7 @@ class Plan:
         step_seconds: Maximum duration of a step.
         is_brief: Whether schedulers log the times of their steps only.
         command: The command that runs `kvpool serve`.
-        lender_command: The command that runs `kvpool worker`.
+        options: More options of it.
     """
 
     seed: int
@@ -56,7 +56,7 @@ class Plan:
     step_seconds: float = 0.01
     is_brief: bool = False
     command: tuple[str, ...] = KVPOOL
-    lender_command: tuple[str, ...] = KVPOOL
+    options: tuple[str, ...] = ()
 
     def maps_memory(self, slot: int) -> bool:
         """Whether a scheduler maps lent memory."""
@@ -106,7 +106,7 @@ class Site:
     def start_server(self, faults: str = "") -> bool:
         """Starts the server; returns whether it listened before it died at a fault point."""
         self.log.write("starting", target="server", faults=faults)
-        options = ["--grace-seconds", "2", *SERVER_TIMING]
+        options = ["--grace-seconds", "2", *SERVER_TIMING, *self.plan.options]
         if self.plan.journaled:
             options += ["--journal", str(self.folder / "journal")]
         command = self.plan.command
@@ -146,40 +146,32 @@ class Site:
 
     def start_lender(self) -> None:
         """Starts the worker that lends memory, or its successor."""
-        command = [*self.plan.lender_command, "worker", "--server", self.address, "--pool", LENT_POOL, "--rank", "0"]
+        command = [*KVPOOL, "worker", "--server", self.address, "--pool", LENT_POOL, "--rank", "0"]
         command += ["--device", "cpu", "--memory", "1MiB", "--lend", f"unix:{self.folder / 'lender'}"]
         self._lender = LoggingProcess(*command, "--lend-folder", str(self.lent_memory))
 
     def signal_lender(self, number: signal.Signals) -> None:
         """Kills, stops or continues the worker that lends memory."""
         assert self._lender
-        self._lender.signal(number)
-        if number == signal.SIGKILL:
-            self._lender.end()
+        send(self._lender, number)
 
     def signal_server(self, number: signal.Signals) -> None:
         """Kills, stops or continues the server."""
         assert self.server
-        self.server.signal(number)
-        if number == signal.SIGKILL:
-            self.server.end()
+        send(self.server, number)
 
     def signal_scheduler(self, slot: int, number: signal.Signals) -> None:
         """Kills, stops or continues a scheduler; stops it during a step only if it maps lent memory."""
         process = self._schedulers[slot]
         lock = StepLock(self.folder / f"scheduler-{slot}.lock").held()
         with contextlib.nullcontext() if self.plan.maps_memory(slot) else lock:
-            process.signal(number)
+            send(process, number)
             if number == signal.SIGSTOP:
                 wait_stopped(process.pid)
-        if number == signal.SIGKILL:
-            process.end()
 
     def signal_rank(self, rank: int, number: signal.Signals) -> None:
         """Kills, stops or continues a rank."""
-        self._ranks[rank].signal(number)
-        if number == signal.SIGKILL:
-            self._ranks[rank].end()
+        send(self._ranks[rank], number)
 
     def wait_for_steps(
         self, slots: list[int], *, every: bool, count: int = 1, unless: Callable[[], bool] = lambda: False
@@ -233,3 +225,10 @@ class Site:
             (self.folder / f"server-{i}.err").write_text(server.log)
             if bugs := bugs_in(server.log, self.expected_errors):
                 self.log.write("violation", what="SERVER_BUG", bugs=bugs, lines=server.lines[-60:])
+
+
+def send(process: LoggingProcess, number: signal.Signals) -> None:
+    """Sends a signal, and waits for the end of a killed process."""
+    process.signal(number)
+    if number == signal.SIGKILL:
+        process.end()

@@ -2,14 +2,12 @@
 
 import signal
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from crash.rest import check_at_rest
+from crash.run import run
 from crash.site import Plan, Site
-from crash.verdict import judge
 from support.server import KVPOOL
 
 SCHEDULERS, STEPS = 5, 250
@@ -23,23 +21,19 @@ FINDS = {
 }
 
 
+def wait(site: Site) -> None:
+    """Kills nothing; with a journal the server once."""
+    site.wait_for_steps(list(range(SCHEDULERS)), every=True, count=STEPS)
+    if site.plan.journaled:
+        site.log.write("kill", target="server", how="SIGKILL")
+        site.signal_server(signal.SIGKILL)
+        site.start_server()
+
+
 def found(folder: Path, *command: str, journaled: bool = False) -> set[str]:
-    """Kinds of violations in a run without kills; with a journal the server is killed once."""
-    plan = Plan(
-        seed=1, schedulers=SCHEDULERS, ranks=0, num_blocks=130, step_seconds=0.03, journaled=journaled, command=command
-    )
-    everyone = list(range(SCHEDULERS))
-    with closing(Site(folder, plan)) as site:
-        site.start()
-        site.wait_for_steps(everyone, every=True, count=STEPS)
-        if journaled:
-            site.log.write("kill", target="server", how="SIGKILL")
-            site.signal_server(signal.SIGKILL)
-            site.start_server()
-            site.wait_for_steps(everyone, every=True)
-        site.stop_schedulers()
-        check_at_rest(site)
-    return {line.partition(":")[0] for line in judge(folder, journaled=journaled).violations}
+    """Kinds of violations in a run."""
+    plan = Plan(1, SCHEDULERS, 0, num_blocks=130, step_seconds=0.03, journaled=journaled, command=command)
+    return run(folder, plan, wait).kinds
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ with a rank, or a server that restarted without its state. In a cluster the last
 leases.
 """
 
-import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,24 +44,10 @@ class Verdict:
     blocks: Counter[str] = field(default_factory=Counter)
     recovery_seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
-    def as_json(self) -> dict[str, object]:
-        """The figures as JSON values."""
-        return {
-            "violations": self.violations,
-            "kills": dict(sorted(self.kills.items())),
-            "sessions": self.sessions,
-            "lost": dict(sorted(self.lost.items())),
-            "steps": self.steps,
-            "blocks": dict(self.blocks),
-            "recovery": {
-                kind: {
-                    "count": len(seconds),
-                    "p50_seconds": round(statistics.median(seconds), 3),
-                    "max_seconds": round(max(seconds), 3),
-                }
-                for kind, seconds in sorted(self.recovery_seconds.items())
-            },
-        }
+    @property
+    def kinds(self) -> set[str]:
+        """Kinds of the violations."""
+        return {line.partition(":")[0] for line in self.violations}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
+from attacks.tenant import work
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
 from support.server import CommandLineServer, pool_config
@@ -74,25 +75,13 @@ class Canary:
             with connect(self._address) as client:
                 client.create_pool(pool_config(POOL, _NUM_BLOCKS))
                 with client.open_session(pool=POOL) as session:
-                    number = 0
                     while not self._done.wait(_PAUSE_SECONDS):
-                        number += 1
                         started = time.monotonic()
-                        self._round(session, number)
+                        work(session, len(self.seconds))
+                        assert session.pool().free_blocks == _NUM_BLOCKS - 1
                         self.seconds.append(time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 - raised by the thread that asserts on it
             self.error = error
-
-    def _round(self, session: Any, number: int) -> None:
-        request = session.request(f"r{number}", range(16))
-        admitted = session.admit(request)
-        hit = 0 if number == 1 else 12
-        assert (admitted.num_hit_tokens, admitted.num_new_tokens) == (hit, 16 - hit), admitted
-        request.append([number])
-        assert session.allocate_slots(request, 1) is not None
-        assert len({block_id for table in request.block_ids for block_id in table}) == 5
-        session.free(request)
-        assert session.pool().free_blocks == _NUM_BLOCKS - 1
 
 
 def check_alive(server: Server) -> None:

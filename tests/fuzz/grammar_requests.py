@@ -1,4 +1,4 @@
-"""Generates changes of sessions: unary calls on requests, and steps with many operations."""
+"""Generates steps with many operations, and the new parts of requests."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from fuzz.served import Served
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import Operation
 from kvpool.v1 import allocator_pb2, step_pb2
 
@@ -79,113 +79,6 @@ class RequestGrammar:
         sessions = list(self.served.state.sessions)
         return self.rng.choice(sessions) if sessions else None
 
-    def get_computed_blocks(self) -> allocator_pb2.GetComputedBlocksRequest | None:
-        """A look-up of a new or waiting request."""
-        found = self.session()
-        if found is None:
-            return None
-        pool, session = found
-        waiting = [request for request in session.requests.values() if not request.holds_blocks]
-        request = self.rng.choice(waiting) if waiting and self.rng.random() < 0.5 else None
-        return allocator_pb2.GetComputedBlocksRequest(
-            session_id=session.session_id,
-            sequence=session.sequence + 1,
-            request=self._update(pool, session, request),
-            uncounted=self.rng.random() < 0.3,
-            counted_at_once=self.rng.random() < 0.3,
-        )
-
-    def allocate_slots(self) -> allocator_pb2.AllocateSlotsRequest | None:
-        """An allocation for a new, a waiting or a running request."""
-        found = self.session()
-        if found is None:
-            return None
-        pool, session = found
-        request = self._request(session)
-        update = self._update(pool, session, request)
-        message = allocator_pb2.AllocateSlotsRequest(
-            session_id=session.session_id,
-            sequence=session.sequence + 1,
-            request=update,
-            num_lookahead_tokens=self.rng.choice((0, 0, 0, 3)),
-            delay_cache_blocks=self.rng.random() < 0.2,
-        )
-        computed = request.num_computed_tokens if request else 0
-        if request and not request.holds_blocks and self.rng.random() < 0.7:
-            hit = pool.find_longest_cache_hit(request)
-            message.computed.num_tokens = hit.num_tokens
-            for block_ids in hit.block_ids:
-                message.computed.groups.add(block_ids=block_ids)
-            computed += hit.num_tokens
-        tokens = (request.num_tokens if request else 0) + update.num_appended_tokens
-        message.num_new_tokens = max(tokens - computed, 1)
-        if self._has_encoder(pool) and not (request and request.holds_blocks):
-            message.num_encoder_tokens = 7
-        return message
-
-    def cache_blocks(self) -> allocator_pb2.CacheBlocksRequest | None:
-        """Caches what a running request computed."""
-        found = self._running()
-        if found is None:
-            return None
-        pool, session, request = found
-        return allocator_pb2.CacheBlocksRequest(
-            session_id=session.session_id,
-            sequence=session.sequence + 1,
-            request=self._update(pool, session, request),
-            num_computed_tokens=request.num_computed_tokens,
-        )
-
-    def free(self) -> allocator_pb2.FreeRequest | None:
-        """Frees or preempts a request."""
-        found = self._running()
-        if found is None:
-            return None
-        pool, session, request = found
-        return allocator_pb2.FreeRequest(
-            session_id=session.session_id,
-            sequence=session.sequence + 1,
-            request=self._update(pool, session, request),
-            preempted=self.rng.random() < 0.4,
-        )
-
-    def evict_blocks(self) -> allocator_pb2.EvictBlocksRequest | None:
-        """Drops hashes of any blocks."""
-        found = self.session()
-        if found is None:
-            return None
-        pool, session = found
-        return allocator_pb2.EvictBlocksRequest(
-            session_id=session.session_id, sequence=session.sequence + 1, block_ids=self._any_blocks(pool)
-        )
-
-    def reset_prefix_cache(self) -> allocator_pb2.ResetPrefixCacheRequest | None:
-        """Drops all hashes."""
-        found = self.session()
-        if found is None:
-            return None
-        return allocator_pb2.ResetPrefixCacheRequest(session_id=found[1].session_id, sequence=found[1].sequence + 1)
-
-    def get_common_prefix_blocks(self) -> allocator_pb2.GetCommonPrefixBlocksRequest | None:
-        """Counts the common prefix blocks of requests."""
-        found = self._running()
-        if found is None:
-            return None
-        pool, session, request = found
-        return allocator_pb2.GetCommonPrefixBlocksRequest(
-            session_id=session.session_id,
-            sequence=session.sequence + 1,
-            request=self._update(pool, session, request),
-        )
-
-    def mark_executed(self) -> allocator_pb2.MarkExecutedRequest | None:
-        """Reports all but the newest changes as executed."""
-        found = self.session()
-        if found is None:
-            return None
-        executed = max(found[1].sequence - self.rng.choice((0, 0, 1, 3)), 0)
-        return allocator_pb2.MarkExecutedRequest(session_id=found[1].session_id, executed_sequence=executed)
-
     def step(self, session_id: str = "") -> step_pb2.Step | None:
         """The next step of a session, or of any session if it does not exist."""
         found = next((pair for pair in self.served.state.sessions if pair[1].session_id == session_id), None)
@@ -224,7 +117,7 @@ class RequestGrammar:
         if operation in (Operation.ADMIT, Operation.ALLOCATE):
             row.options = self._options_of(operation, holds_blocks=False)
             row.new = max(row.new - row.options.num_external_tokens, int(operation is Operation.ALLOCATE))
-            if self._has_encoder(pool):
+            if self.has_encoder(pool):
                 row.encoder = 7
         self._put(step, pool, row, self._growth(pool, request_id, 0, tokens))
 
@@ -246,7 +139,7 @@ class RequestGrammar:
         if self.rng.random() < 0.3:
             return _Row(Operation.RESET)
         empty: tuple[tuple[int, ...], ...] = ((),) * (len(pool.config.groups) - 1)
-        return _Row(Operation.EVICT, block_ids=(tuple(self._any_blocks(pool)), *empty))
+        return _Row(Operation.EVICT, block_ids=(tuple(self.any_blocks(pool)), *empty))
 
     def _on_request(self, pool: KVCacheManager, request: Request) -> _Row:
         operation = self.rng.choice(_OF_RUNNING if request.holds_blocks else (*_OF_NEW, Operation.FREE))
@@ -270,7 +163,7 @@ class RequestGrammar:
             row.options = self._options_of(operation, holds_blocks=request.holds_blocks)
             if row.options.num_external_tokens:
                 row.new = max(row.new - row.options.num_external_tokens, 0)
-        if not request.holds_blocks and operation in (Operation.ADMIT, Operation.ALLOCATE) and self._has_encoder(pool):
+        if not request.holds_blocks and operation in (Operation.ADMIT, Operation.ALLOCATE) and self.has_encoder(pool):
             row.encoder = 7
         return row
 
@@ -300,18 +193,15 @@ class RequestGrammar:
         step.num_lookahead_tokens.append(row.lookahead)
         step.num_encoder_tokens.append(row.encoder)
         step.delay_cache_blocks.append(row.delay)
-        step.num_external_tokens.append(row.options.num_external_tokens)
-        step.num_in_flight_tokens.append(row.options.num_in_flight_tokens)
-        step.num_reserved_blocks.append(row.options.num_reserved_blocks)
-        step.num_watermark_blocks.append(row.options.num_watermark_blocks)
-        step.full_sequence_must_fit.append(row.options.full_sequence_must_fit)
+        for name in OPTION_COLUMNS:
+            getattr(step, name).append(getattr(row.options, name))
         for block_ids in row.block_ids or ((),) * len(pool.config.groups):
             step.num_block_ids.append(len(block_ids))
             step.block_ids.extend(block_ids)
         step.block_hashes += hashes
         step.token_ids.extend(token_ids)
 
-    def _update(self, pool: KVCacheManager, session: Session, request: Request | None) -> allocator_pb2.RequestUpdate:
+    def update_of(self, pool: KVCacheManager, session: Session, request: Request | None) -> allocator_pb2.RequestUpdate:
         """The new part of a request; None for an unknown request."""
         if request is None:
             number, request_id = self._new()
@@ -339,19 +229,9 @@ class RequestGrammar:
         self._last_number = self._last_number % 2**20 + 1
         return self._last_number, f"q{self._last_number}"
 
-    def _request(self, session: Session) -> Request | None:
-        requests = list(session.requests.values())
-        return self.rng.choice(requests) if requests and self.rng.random() < 0.7 else None
-
-    def _running(self) -> tuple[KVCacheManager, Session, Request] | None:
-        found = self.session()
-        if found is None or not found[1].requests:
-            return None
-        return (*found, self.rng.choice(list(found[1].requests.values())))
-
-    def _any_blocks(self, pool: KVCacheManager) -> list[int]:
+    def any_blocks(self, pool: KVCacheManager) -> list[int]:
         return [self.rng.randrange(1, pool.blocks.num_blocks) for _ in range(self.rng.randrange(6))]
 
     @staticmethod
-    def _has_encoder(pool: KVCacheManager) -> bool:
+    def has_encoder(pool: KVCacheManager) -> bool:
         return pool.config.name == "p5"

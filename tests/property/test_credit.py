@@ -122,11 +122,12 @@ class OpenTransport(EmbeddedTransport):
 
 
 class Asked:
-    """The pool that gets every operation, one per step."""
+    """The pool that gets every operation, one per step, without the fast loop for plain rows."""
 
     def __init__(self, config: PoolConfig) -> None:
         self._allocator = DrivenState()
         self.pool = self._allocator.create_pool(config, config.hash_scheme.none_hash)[0]
+        self.pool.plain_manager = None
         _, self.session = self._allocator.open_session(
             config.name, "", 10.0, session_id=SessionId("s"), now_seconds=0.0, quota=NO_QUOTA
         )

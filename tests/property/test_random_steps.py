@@ -367,8 +367,6 @@ class RandomSteps(RuleBasedStateMachine):
 
     @invariant()
     def books_balance(self) -> None:
-        if not hasattr(self, "world"):
-            return
         check_integrity(self.world.pool, [s.session for s in self.schedulers])
         holders: dict[BlockId, tuple[int, Known]] = {}
         for scheduler in self.schedulers:

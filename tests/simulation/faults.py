@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from simulation.distant_directory import DIRECTORY
-from simulation.virtual_loop import Process
 from simulation.world import DEAD_PEER_SECONDS
 
 if TYPE_CHECKING:
@@ -23,35 +22,37 @@ class Faults:
         self._random = schedule.random
         self._until_seconds = until_seconds
         self.num_faults = 0
-        kinds: list[Callable[[], None]] = [
+        kill, name = schedule.kill, self._name
+        kinds: list[Callable[[], object]] = [
             self._sever_call,
             self._sever_host,
             self._cut,
             self._slow_down,
-            self._stop,
-            self._kill_server,
-            self._kill_server_in_a_write,
-            self._kill_rank,
-            self._kill_server_and_ranks,
-            self._kill_scheduler,
+            lambda: self._stop(name("")),
+            lambda: kill(name("server")),
+            schedule.kill_server_in_a_write,
+            lambda: kill(name("rank")),
+            lambda: [kill(each) for each in list(schedule.processes) if not each.startswith("scheduler")],
+            lambda: kill(name("scheduler")),
             self._repeat,
-            self._operate,
+            schedule.operate,
             self._lose,
             self._lose,
         ]
         if schedule.draw.is_shard:
+            servers = schedule.draw.servers
             kinds += [
                 self._cut_servers,
                 self._cut_servers,
-                self._cut_directory,
+                lambda: self._cut_ways([way for server in servers for way in _both(server, DIRECTORY)]),
                 self._isolate_primary,
                 self._isolate_primary,
-                self._stop_primary,
-                self._kill_primary,
-                self._kill_primary,
-                self._kill_servers,
-                self._lose_machines,
-                self._terminate_server,
+                lambda: self._stop(self._primary_name()),
+                lambda: kill(self._primary_name()),
+                lambda: kill(self._primary_name()),
+                lambda: [kill(server) for server in servers],
+                schedule.lose_machines,
+                lambda: schedule.terminate(name("server")),
             ]
         self._kinds = self._random.sample(kinds, self._random.choice((0, 1, 2, 3, 5, len(kinds))))
         self._mean_seconds = self._random.choice((0.2, 0.5, 1.0, 2.0))
@@ -107,14 +108,14 @@ class Faults:
         else:
             self._cut_between(one, other)
 
-    def _cut_directory(self) -> None:
-        self._cut_ways([way for server in self._schedule.draw.servers for way in _both(server, DIRECTORY)])
-
     def _isolate_primary(self) -> None:
         """Cuts the primary off from the other servers and the directory. Clients and ranks still reach it."""
-        primary = self._schedule.primary_name or self._name("server")
+        primary = self._primary_name()
         others = [*(server for server in self._schedule.draw.servers if server != primary), DIRECTORY]
         self._cut_ways([way for other in others for way in _both(primary, other)])
+
+    def _primary_name(self) -> str:
+        return self._schedule.primary_name or self._name("server")
 
     def _cut_between(self, one: str, other: str) -> None:
         self._cut_ways(self._random.choice((_both(one, other), _both(one, other)[:1], _both(one, other)[1:])))
@@ -146,13 +147,8 @@ class Faults:
 
         self._for_a_while(end)
 
-    def _stop(self) -> None:
-        self._stop_for_a_while(self._schedule.processes[self._name("")])
-
-    def _stop_primary(self) -> None:
-        self._stop_for_a_while(self._schedule.processes[self._schedule.primary_name or self._name("server")])
-
-    def _stop_for_a_while(self, process: Process) -> None:
+    def _stop(self, name: str) -> None:
+        process = self._schedule.processes[name]
         self._schedule.trace("%s: stopped", process)
         process.stop()
 
@@ -161,39 +157,6 @@ class Faults:
             process.go_on()
 
         self._for_a_while(go_on)
-
-    def _kill_server(self) -> None:
-        self._schedule.kill(self._name("server"))
-
-    def _kill_primary(self) -> None:
-        self._schedule.kill(self._schedule.primary_name or self._name("server"))
-
-    def _kill_servers(self) -> None:
-        for server in self._schedule.draw.servers:
-            self._schedule.kill(server)
-
-    def _lose_machines(self) -> None:
-        self._schedule.lose_machines()
-
-    def _terminate_server(self) -> None:
-        self._schedule.terminate(self._name("server"))
-
-    def _kill_server_in_a_write(self) -> None:
-        self._schedule.kill_server_in_a_write()
-
-    def _kill_rank(self) -> None:
-        self._schedule.kill(self._name("rank"))
-
-    def _kill_server_and_ranks(self) -> None:
-        for name in list(self._schedule.processes):
-            if not name.startswith("scheduler"):
-                self._schedule.kill(name)
-
-    def _kill_scheduler(self) -> None:
-        self._schedule.kill(self._name("scheduler"))
-
-    def _operate(self) -> None:
-        self._schedule.operate()
 
     def _repeat(self) -> None:
         self._schedule.wire.repeats = 0.3

@@ -1,7 +1,7 @@
 """The simulation finds bugs: each test injects one, and a schedule must find it.
 
-Each bug has seeds of schedules that found it soonest. If none of them does after a change of the product, others are
-tried, which takes up to a minute, and the test prints the seed to put in their place.
+Each bug has seeds of schedules. If none of them finds it after a change of the product, others are tried, which takes
+up to a minute, and the test prints the seed to put in their place.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,29 +34,9 @@ from simulation.run import run_batch
 from simulation.world import draw_world
 
 TRIES = 1000
-FOUND_BY = {
-    "a repeated change is applied again": (17,),
-    "a block is hit by others before it is filled": (4, 2),
-    "an allocated block keeps its hash": (5, 2),
-    "a restarted server counts epochs from 1": (24,),
-    "a hit block stays free": (4, 5),
-    "a window is freed one block too early": (5, 8),
-    "blocks released from quarantine stay held": (90, 145),
-    "a rank admits the steps of all sessions": (2,),
-    "a rank answers while a step is in flight": (2, 145),
-    "a change is journaled after its answer": (7,),
-    "blocks of an ended session are reallocated at once": (2,),
-    "blocks are reallocated while a step in flight uses them": (17,),
-    "blocks that wait for steps count to no maximum": (135, 336),
-    "a standby acknowledges after its takeover was sent": (58,),
-    "a renewal of a lease is not confirmed": (84,),
-    "a step is not confirmed": (3,),
-    "a member is added before it caught up": (56,),
-    "epochs of a new primary do not depend on its term": (50,),
-    "a deposed primary answers until it reads the directory": (10,),
-}
-"""Seeds of schedules that found a bug soonest."""
 Patch = tuple[Any, str, Any]
+Bug = tuple[tuple[int, ...], *tuple[Patch, ...]]
+"""Seeds of schedules that found a bug soonest, and what makes the bug."""
 
 
 def seeds(*, of_shards: bool) -> Iterator[int]:
@@ -123,31 +103,24 @@ def _lives(*_: object) -> bool:
     return True
 
 
-BUGS: dict[str, Patch] = {
-    "a repeated change is applied again": (Session, "remembered_result", _no_answer),
-    "a block is hit by others before it is filled": (PrefixMap, "is_visible", lambda *_: True),
-    "an allocated block keeps its hash": (PrefixMap, "remove", _keeps_hash),
-    "a restarted server counts epochs from 1": (Membership, "register", _knows_no_epoch(Membership.register)),
-    "a hit block stays free": (BlockPool, "touch", _touches_nothing),
+BUGS: dict[str, Bug] = {
+    "a repeated change is applied again": ((17,), (Session, "remembered_result", _no_answer)),
+    "a block is hit by others before it is filled": ((4, 2), (PrefixMap, "is_visible", lambda *_: True)),
+    "an allocated block keeps its hash": ((5, 2), (PrefixMap, "remove", _keeps_hash)),
+    "a restarted server counts epochs from 1": ((24,), (Membership, "register", _knows_no_epoch(Membership.register))),
+    "a hit block stays free": ((4, 5), (BlockPool, "touch", _touches_nothing)),
     "a window is freed one block too early": (
-        GroupManager,
-        "num_skipped_blocks",
-        _skips_one_more(GroupManager.num_skipped_blocks),
+        (5, 8),
+        (GroupManager, "num_skipped_blocks", _skips_one_more(GroupManager.num_skipped_blocks)),
     ),
-    "blocks released from quarantine stay held": (end_session, "end_quarantine", _frees_nothing),
-    "a rank admits the steps of all sessions": (Fence, "_is_live", _lives),
-    "a rank answers while a step is in flight": (Fence, "pending", property(lambda _: ())),
-    "a change is journaled after its answer": (Journal, "record", _writes_later(Journal.record)),
-    "blocks of an ended session are reallocated at once": (end_session, "quarantine_session", _frees_at_once),
-    "blocks are reallocated while a step in flight uses them": (StepsInFlight, "begin_frees", _begins_nothing),
-    "blocks that wait for steps count to no maximum": (FreeList, "put_own_first", lambda *_: None),
+    "blocks released from quarantine stay held": ((90, 145), (end_session, "end_quarantine", _frees_nothing)),
+    "a rank admits the steps of all sessions": ((2,), (Fence, "_is_live", _lives)),
+    "a rank answers while a step is in flight": ((2, 145), (Fence, "pending", property(lambda _: ()))),
+    "a change is journaled after its answer": ((7,), (Journal, "record", _writes_later(Journal.record))),
+    "blocks of an ended session are reallocated at once": ((2,), (end_session, "quarantine_session", _frees_at_once)),
+    "blocks are reallocated while a step in flight uses them": ((17,), (StepsInFlight, "begin_frees", _begins_nothing)),
+    "blocks that wait for steps count to no maximum": ((135, 336), (FreeList, "put_own_first", lambda *_: None)),
 }
-
-
-@pytest.mark.parametrize("bug", BUGS)
-def test_an_injected_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    monkeypatch.setattr(*BUGS[bug])
-    check_found(bug, FOUND_BY[bug], of_shards=False)
 
 
 def _confirms(*methods: str) -> Patch:
@@ -184,24 +157,28 @@ def _adds_early(real: Callable[..., None]) -> Callable[..., None]:
     return await_joining
 
 
-SHARD_BUGS: dict[str, tuple[Patch, ...]] = {
+SHARD_BUGS: dict[str, Bug] = {
     "a standby acknowledges after its takeover was sent": (
+        (58,),
         (PrimaryStream, "leave", _keeps_connection),
         (PrimaryStream, "data_received", _acknowledges(PrimaryStream.data_received)),
     ),
-    "a renewal of a lease is not confirmed": (_confirms("AllocatorService/KeepAlive"),),
-    "a step is not confirmed": (_confirms("AllocatorService/Schedule"),),
-    "a member is added before it caught up": ((Standbys, "await_joining", _adds_early(Standbys.await_joining)),),
+    "a renewal of a lease is not confirmed": ((84,), _confirms("AllocatorService/KeepAlive")),
+    "a step is not confirmed": ((3,), _confirms("AllocatorService/Schedule")),
+    "a member is added before it caught up": ((56,), (Standbys, "await_joining", _adds_early(Standbys.await_joining))),
     "epochs of a new primary do not depend on its term": (
+        (50,),
         (app, "EPOCHS_PER_TERM", 0),
         (Membership, "register", _knows_no_epoch(Membership.register)),
     ),
-    "a deposed primary answers until it reads the directory": ((Replica, "_confirm", _confirms_always),),
+    "a deposed primary answers until it reads the directory": ((10,), (Replica, "_confirm", _confirms_always)),
 }
 
 
-@pytest.mark.parametrize("bug", SHARD_BUGS)
-def test_an_injected_bug_of_a_shard_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    for patch in SHARD_BUGS[bug]:
+@pytest.mark.parametrize("bug", [*BUGS, *SHARD_BUGS])
+def test_an_injected_bug_is_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    of_shards = bug in SHARD_BUGS
+    known, *patches = (SHARD_BUGS if of_shards else BUGS)[bug]
+    for patch in patches:
         monkeypatch.setattr(*patch)
-    check_found(bug, FOUND_BY[bug], of_shards=True)
+    check_found(bug, known, of_shards=of_shards)

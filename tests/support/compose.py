@@ -5,7 +5,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +16,7 @@ from google.protobuf import json_format
 from kvpool.client import Client, KvpoolError, PoolInfo, PoolState, connect
 from support.paths import ROOT
 from support.prometheus import Prometheus
+from support.server import free_port
 
 DEPLOY: Final = ROOT / "deploy"
 PROJECT: Final = "kvpool-test"
@@ -100,7 +100,7 @@ class Stack:
     """
 
     def __init__(self) -> None:
-        ports = {name: str(_free_port()) for name in _PORTS}
+        ports = {name: str(free_port()) for name in _PORTS}
         self._environment = {**os.environ, **ports}
         self._command = [*_compose(), "-p", PROJECT, "-f", str(DEPLOY / "docker-compose.yml"), "-f", str(_PATIENT)]
         self._address = f"127.0.0.1:{ports['KVPOOL_PORT']}"
@@ -228,9 +228,3 @@ def _run(command: list[str], environment: Mapping[str, str], timeout_seconds: fl
     )
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port

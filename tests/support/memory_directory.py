@@ -97,35 +97,29 @@ class MemoryDirectory:
 
     async def compare_and_swap(self, revision: int, record: ShardRecord) -> SwapResult:
         """See `Directory`."""
-        return await self._write(partial(self._store.swap, revision, record))
+        fate = self.fates.popleft() if self.fates else None
+        if fate is Fate.DROPPED:
+            raise DirectoryError(f"no answer: {fate.value}")
+        result = await self._request(partial(self._store.swap, revision, record))
+        if fate:
+            raise DirectoryError(f"no answer: {fate.value}")
+        return result
 
     async def watch(self) -> AsyncIterator[VersionedRecord]:
         """See `Directory`."""
         seen = -1
-        async for entry in self._each_change(lambda: self._store.entry):
-            if entry.revision > seen:
-                seen = entry.revision
-                yield entry
+        while True:
+            changed = self._store.changed
+            if self._is_up:
+                entry = await self._request(lambda: self._store.entry)
+                if entry.revision > seen:
+                    seen = entry.revision
+                    yield entry
+            await changed.wait()
 
     async def close(self) -> None:
         """See `Directory`."""
         self._is_up = False
-
-    async def _each_change(self, read: Callable[[], _T]) -> AsyncIterator[_T]:
-        while True:
-            changed = self._store.changed
-            if self._is_up:
-                yield await self._request(read)
-            await changed.wait()
-
-    async def _write(self, change: Callable[[], _T]) -> _T:
-        fate = self.fates.popleft() if self.fates else None
-        if fate is Fate.DROPPED:
-            raise DirectoryError(f"no answer: {fate.value}")
-        result = await self._request(change)
-        if fate:
-            raise DirectoryError(f"no answer: {fate.value}")
-        return result
 
     async def _request(self, request: Callable[[], _T]) -> _T:
         """Executes a request at the store."""

@@ -114,7 +114,7 @@ class Pair:
         hosts: Hosts for the servers; without them, they are on this one.
 
     Attributes:
-        servers: The two servers, which do not run yet, and those that were added.
+        servers: The two servers, which do not run yet.
     """
 
     def __init__(
@@ -126,23 +126,14 @@ class Pair:
         is_cuttable: bool = False,
         hosts: Sequence[Host] = (),
     ) -> None:
-        self._net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
-        self._folder = folder
-        self._hosts = hosts
-        self._options = ["--cluster", url, "--grace-seconds", "2", *options]
-        self.servers: list[PairServer] = []
+        all_options = ["--cluster", url, "--grace-seconds", "2", *options]
         if hosts:
-            self._options += ["--allow-plaintext", "grpc", "--allow-plaintext", "replication"]
-        for _ in range(2):
-            self.add(is_cuttable=is_cuttable)
-
-    def add(self, *options: str, is_cuttable: bool = False) -> PairServer:
-        """Adds a server, which does not run yet."""
-        i = len(self.servers) + 1
-        folder, all_options = self._folder / f"journal-{i}", [*options, *self._options]
-        host = self._hosts[i - 1] if self._hosts else Host(f"{self._net}.{i}")
-        self.servers.append(PairServer(host, folder, all_options, is_cuttable=is_cuttable))
-        return self.servers[-1]
+            all_options += ["--allow-plaintext", "grpc", "--allow-plaintext", "replication"]
+        net = ".".join(["127", *(str(random.randint(2, 250)) for _ in range(2))])  # noqa: S311 - no secret
+        self.servers = [
+            PairServer(host, folder / f"journal-{i}", all_options, is_cuttable=is_cuttable)
+            for i, host in enumerate(hosts or (Host(f"{net}.1"), Host(f"{net}.2")), start=1)
+        ]
 
     @property
     def seeds(self) -> str:
@@ -151,23 +142,22 @@ class Pair:
 
     def start(self) -> None:
         """Starts the pair and waits until they are in sync."""
-        for server in self.servers[:2]:
+        for server in self.servers:
             server.start()
         self.wait_in_sync()
 
-    def wait_in_sync(self, least_term: int = 1, meanwhile: Callable[[], object] = lambda: None) -> int:
+    def wait_in_sync(self, meanwhile: Callable[[], object] = lambda: None) -> int:
         """Waits until both servers report the same primary and each other as in sync. Returns the term.
 
         Args:
-            least_term: The least term of the primary.
             meanwhile: Called in each round.
         """
 
         def find() -> int | None:
             meanwhile()
-            first, second = (server.shard() for server in self.servers[:2])
+            first, second = (server.shard() for server in self.servers)
             is_same = first is not None and first == second and len(first.members) == 2
-            return first.term if first and is_same and first.term >= least_term else None
+            return first.term if first and is_same else None
 
         return self.wait_for(find, "both in sync")
 
