@@ -1,13 +1,63 @@
 """Attacks by a token that takes all that it may."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
-from attacks.attack import Assault
+from attacks.attack import Assault, refusal
+from attacks.target import TENANTS, Target
+from kvpool.core.errors import ExhaustedError, UnavailableError
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from support.server import pool_config
+from support.waiting import DEADLINE_SECONDS
 
 _SCOPES = 500
 _BLOCKS = 4_000
+_PAUSE_SECONDS = 0.1
+_MAX_BLOCKS, _MIN_BLOCKS = 16, 32
+"""Quotas in a pool of 63 blocks, of which the tenant takes five."""
+_PROMPT_TOKENS = 32
+
+
+def open_sessions(assault: Assault) -> None:
+    """Opens sessions of a shared pool until the server refuses more; and again, as leases end."""
+    request = allocator_pb2.OpenSessionRequest(pool_name=TENANTS[0], lease_seconds=60)
+    with assault.target.channel("attacker") as channel:
+        stub = allocator_pb2_grpc.AllocatorServiceStub(channel)
+        while not assault.is_over.is_set():
+            if _is_exhausted(partial(stub.OpenSession, request, timeout=DEADLINE_SECONDS)):
+                assault.is_over.wait(_PAUSE_SECONDS)
+
+
+def open_session(target: Target) -> None:
+    """Opens a session of the shared pool."""
+    with target.connect(TENANTS[1], deadline_seconds=5) as client, client.open_session(TENANTS[0]):
+        pass
+
+
+def free_behind_steps(assault: Assault) -> None:
+    """Frees blocks of a shared pool behind launched steps, which it never reports as executed."""
+    with (
+        assault.target.connect("attacker") as client,
+        client.open_session(TENANTS[0], max_blocks=_MAX_BLOCKS) as session,
+    ):
+        while not assault.is_over.wait(_PAUSE_SECONDS / 10):
+            number = session.sequence
+            request = session.request(f"{number}", range(number, number + _PROMPT_TOKENS))
+            session.admit(request)
+            with session.step(launched_sequence=session.sequence) as step:
+                step.free(request)
+    assert session.sequence > _MAX_BLOCKS, "it has freed few blocks"
+
+
+def use_minimum(target: Target) -> None:
+    """Opens a session of the shared pool with a minimum, and takes all of it."""
+    with (
+        target.connect(TENANTS[1], deadline_seconds=5) as client,
+        client.open_session(TENANTS[0], min_blocks=_MIN_BLOCKS) as session,
+    ):
+        assert session.admit(session.request("all", range(1000, 1000 + _MIN_BLOCKS * 4)))
 
 
 def open_scopes(assault: Assault) -> None:
@@ -26,3 +76,9 @@ def open_scopes(assault: Assault) -> None:
             request = session.request(str(number), range(number, number + num_tokens))
             assert session.admit(request)
             session.free(request)
+
+
+def _is_exhausted(call: Callable[[], object]) -> bool:
+    error = refusal(call)
+    assert error is None or isinstance(error, ExhaustedError | UnavailableError), error
+    return isinstance(error, ExhaustedError)

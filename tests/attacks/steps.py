@@ -19,6 +19,8 @@ _HELD: Final = 61_440
 _WAITING: Final = 20_000
 _ROWS: Final = 256
 _STEP_ROWS: Final = 512
+_LOOKUPS: Final = 128
+_HASHES: Final = 2**13
 
 
 def hold_chunks(assault: Assault) -> None:
@@ -33,6 +35,17 @@ def hold_chunks(assault: Assault) -> None:
             result = other.step(**_declared(Operation.ADMIT, 1, _ROWS, 1))
             assert len(result.block_ids) == _ROWS, result.outcomes[:1]
             other.step(**_rows(Operation.FREE, 1, _ROWS))
+
+
+def sample_hashes(assault: Assault) -> None:
+    """Looks up 128 requests of 8,192 hashes that begin alike, in steps of less than 1 KiB."""
+    with _stub(assault, replace(pool_config(_POOL, 64), max_model_len=8 * _HASHES)) as stub:
+        session = GreedySession(stub, _POOL)
+        for first in range(1, _LOOKUPS, 32):
+            hashes = b"".join(bytes(2) + os.urandom(30) for _ in range(32 * _HASHES))
+            session.step(**_declared(Operation.APPEND, first, 32, 4 * _HASHES), block_hashes=hashes)
+        while not assault.is_over.is_set():
+            session.step(**_rows(Operation.LOOKUP_COUNTED_AT_ONCE, 1, _LOOKUPS))
 
 
 def hit_states(assault: Assault) -> None:
