@@ -1,6 +1,6 @@
 """A scheduler's synchronous session, and the base that it shares with the asyncio session."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
@@ -212,11 +212,7 @@ class SessionBase:
         the next step, without a message of its own: see `step`. If it gets no answer, call it again.
         """
         executed_sequence = self.sequence if sequence is None else sequence
-        try:
-            await self._calls.mark_executed(executed_sequence)
-        except KvpoolError as error:
-            self._handle_end(error)
-            raise
+        await self._handled(self._calls.mark_executed(executed_sequence))
         self._protocol.executed(executed_sequence)
 
     async def _set_weights_version(self, weights_version: str) -> None:
@@ -235,11 +231,7 @@ class SessionBase:
             WrongStateError: A step has no answer yet, so its requests may begin with either version.
         """
         self._protocol.check_settled()
-        try:
-            await self._calls.set_weights_version(weights_version)
-        except KvpoolError as error:
-            self._handle_end(error)
-            raise
+        await self._handled(self._calls.set_weights_version(weights_version))
         self.weights_version = weights_version
 
     async def _pool(self) -> PoolInfo:
@@ -250,11 +242,7 @@ class SessionBase:
         """Frees the blocks that the session still holds, and ends it. Call it again if it got no answer."""
         if self._closed:
             return
-        try:
-            await self._calls.close()
-        except KvpoolError as error:
-            self._handle_end(error)
-            raise
+        await self._handled(self._calls.close())
         self._closed = True
         self._handle_end(ended_error("SESSION_CLOSED"))
 
@@ -265,6 +253,14 @@ class SessionBase:
         except KvpoolError:
             if error is None:
                 raise
+
+    async def _handled(self, call: Awaitable[None]) -> None:
+        """Waits for a call. Its error may say that the session is over."""
+        try:
+            await call
+        except KvpoolError as error:
+            self._handle_end(error)
+            raise
 
     def _handle_end(self, error: KvpoolError) -> None:
         """Handles the error of a call: the session may be over."""

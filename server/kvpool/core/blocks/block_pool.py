@@ -365,17 +365,6 @@ class BlockPool:
             self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
         self.free_list.append(cached)
 
-    def cache_full_blocks(
-        self,
-        map_id: MapId,
-        block_ids: Sequence[BlockId],
-        hashes: Sequence[BlockHash],
-        session_number: SessionNumber,
-        sequence: ids.StepNumber,
-    ) -> None:
-        """Assigns hashes to held blocks that have none."""
-        self.prefix_map.insert(map_id, block_ids, hashes, session_number, sequence)
-
     def cache_tail(
         self,
         map_id: MapId,
