@@ -13,7 +13,7 @@ from kvpool.lending.memory_folder import MemoryFolder
 
 
 class LentCache:
-    """Memory in a folder. See `RankCache`; any thread may call `duplicate`.
+    """Memory in a folder. The cache thread of the rank calls its methods; any thread may call `duplicate`.
 
     Attributes:
         allocation: The memory; None while there is none.
