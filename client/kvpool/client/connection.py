@@ -16,7 +16,6 @@ from kvpool.client.transports.transport import (
     Transport,
     watch_options,
 )
-from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import check_range
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.v1.pool_pb2 import PoolInfo
@@ -148,15 +147,8 @@ class ClientBase(Generic[_SessionT]):
             UnavailableError: Sessions in another memory are open, or in quarantine (`OTHER_MEMORY`).
         """
         check_range("lease_seconds", lease_seconds, 0.0, MAX_LEASE_SECONDS)
-        quota = Quota(min_blocks, max_blocks)
-        options = SessionOptions(
-            pool,
-            client_name if client_name.strip() else process_name(),
-            lease_seconds,
-            quota,
-            memory_id,
-            weights_version,
-        )
+        name = client_name if client_name.strip() else process_name()
+        options = SessionOptions(pool, name, lease_seconds, min_blocks, max_blocks, memory_id, weights_version)
         return self._session(await self._service.open_session(options))
 
     async def _close(self) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kvpool.client import operations
 from kvpool.client.blocking import blocking, run
@@ -115,17 +115,8 @@ class SessionBase:
         Raises:
             InvalidArgumentError: A token is not an integer in [0, 2^32).
         """
-        token_ids = checked_token_ids(token_ids)
-        self._last_number += 1
-        return Request(
-            RequestId(request_id),
-            RequestNumber(self._last_number),
-            list(token_ids),
-            len(self.config.groups),
-            self._hasher,
-            extra_keys,
-            trace_parent=trace_parent,
-        )
+        own = list(checked_token_ids(token_ids))
+        return self._new_request(request_id, own, hasher=self._hasher, extra_keys=extra_keys, trace_parent=trace_parent)
 
     def request_hashed_elsewhere(
         self,
@@ -146,17 +137,13 @@ class SessionBase:
             lora_name: Its LoRA, for events.
             trace_parent: See `Request`.
         """
-        self._last_number += 1
         keys = ExtraKeys(lora_name=lora_name) if lora_name else NO_EXTRA_KEYS
-        return Request(
-            RequestId(request_id),
-            RequestNumber(self._last_number),
-            token_ids,
-            len(self.config.groups),
-            extra_keys=keys,
-            known_hashes=hashes,
-            trace_parent=trace_parent,
-        )
+        return self._new_request(request_id, token_ids, extra_keys=keys, known_hashes=hashes, trace_parent=trace_parent)
+
+    def _new_request(self, request_id: str, token_ids: list[int], **fields: Any) -> Request:  # noqa: ANN401 - of `Request`
+        self._last_number += 1
+        number = RequestNumber(self._last_number)
+        return Request(RequestId(request_id), number, token_ids, len(self.config.groups), **fields)
 
     @cached_property
     def _hasher(self) -> BlockHasher | None:

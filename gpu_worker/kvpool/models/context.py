@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.errors import InvalidArgumentError, check_range, fields_renamed
 from kvpool.core.ids import MAX_TOKENS
 from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, AttentionSpec, KVCacheSpec
 from kvpool.models.reader import Reader
@@ -208,8 +208,5 @@ class Context:
 
 def make_layer(index: int, name: str, make_spec: Callable[[], KVCacheSpec]) -> Layer:
     """Makes a layer. The field of an error of its spec is prefixed with the layer's name."""
-    try:
+    with fields_renamed(lambda field: f'layers["{name}"].{field}'):
         return Layer(index, name, make_spec())
-    except InvalidArgumentError as error:
-        error.rename_field(f'layers["{name}"].{error.field}')
-        raise

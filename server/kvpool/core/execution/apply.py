@@ -197,7 +197,7 @@ class _Application:
         if row.has_taken:
             request.filling_sequence = StepNumber(self._sequence - 1)
         if self._pool.state_managers:
-            self._pool.record_state_read(request)
+            self._pool.state_readers.record(request)
 
     def _allocate_batch(self, first: int, rows: Sequence[Row]) -> int:
         """Allocates slots for consecutive plain rows, together or one by one, and returns the number of rows."""
