@@ -1,6 +1,6 @@
 """The synchronous client."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
@@ -69,6 +69,9 @@ def connect_as(access: ClientCredentials, address: str, deadline_seconds: float 
 
 class ClientBase(Generic[_SessionT]):
     """The coroutines of a client. See `kvpool.client.blocking` for how the synchronous client runs them."""
+
+    _session: Callable[[OpenedSession], _SessionT]
+    """Makes a session."""
 
     def __init__(self, service: Transport) -> None:
         self._service = service
@@ -155,13 +158,11 @@ class ClientBase(Generic[_SessionT]):
         """Ends the connection. Sessions that are still open end with their lease."""
         await self._service.close()
 
-    def _session(self, opened: OpenedSession) -> _SessionT:
-        raise NotImplementedError
-
 
 class Client(ClientBase[Session]):
     """A connection to a service."""
 
+    _session = Session
     create_pool = blocking(ClientBase._create_pool)
     get_pool = blocking(ClientBase._get_pool)
     wait_until_ready = blocking(ClientBase._wait_until_ready)
@@ -198,6 +199,3 @@ class Client(ClientBase[Session]):
         """
         options = watch_options(pool, from_sequence, heartbeat_seconds, snapshot=snapshot)
         return iterate(run(self._service.watch(options)))
-
-    def _session(self, opened: OpenedSession) -> Session:
-        return Session(opened)

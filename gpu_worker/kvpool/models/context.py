@@ -177,26 +177,15 @@ class Context:
             )
         return count // ranks
 
-    def shard_or_replicate(self, where: str, count: int) -> int:
-        """Divides heads or groups over the ranks; if there are fewer than ranks, several ranks hold the same one.
-
-        Raises:
-            InvalidArgumentError: Neither number is a multiple of the other.
-        """
-        ranks = self.options.tensor_parallel_size
-        if count < ranks and ranks % count == 0:
-            return 1
-        return self.shard(where, count)
-
     def shard_kv_heads(self, where: str, count: int) -> int:
-        """Number of key and value heads of one rank.
+        """Number of key and value heads of one rank; if there are fewer than ranks, several ranks hold the same one.
 
         Raises:
-            InvalidArgumentError: As `shard_or_replicate`; or context parallelism includes ranks with different heads,
-                and every head needs every token.
+            InvalidArgumentError: Neither number is a multiple of the other; or context parallelism includes ranks with
+                different heads, and every head needs every token.
         """
-        heads = self.shard_or_replicate(where, count)
         ranks, spread = self.options.tensor_parallel_size, self.options.decode_context_parallel_size
+        heads = 1 if count < ranks and ranks % count == 0 else self.shard(where, count)
         if spread > 1 and spread * count > ranks:
             raise InvalidArgumentError(
                 "decode_context_parallel_size",

@@ -30,16 +30,8 @@ _HASHES: Final = {
 
 _ATTENTION: Final[dict[type, type[AttentionSpec]]] = {
     getattr(SPECS, kind.__name__): kind
-    for kind in (
-        kinds.FullAttentionSpec,
-        kinds.MLAAttentionSpec,
-        kinds.SinkFullAttentionSpec,
-        kinds.SlidingWindowSpec,
-        kinds.SlidingWindowMLASpec,
-        kinds.CircularBufferSpec,
-        kinds.ChunkedLocalAttentionSpec,
-        kinds.CrossAttentionSpec,
-    )
+    for kind in kinds.KIND_NAMES
+    if issubclass(kind, AttentionSpec) and kind is not kinds.EncoderOnlyAttentionSpec  # which has no cache
 }
 """By kind of attention in vLLM: the kind in the service, which has the same name."""
 
