@@ -28,6 +28,7 @@ from kvpool.client import (
 from kvpool.client.transports import messages
 from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId, RequestId, RequestNumber
+from kvpool.core.steps.columns import Operation
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 from support.waiting import DEADLINE_SECONDS
 
@@ -105,9 +106,9 @@ class ClientSystem(WatchedSystem):
 
     def get_computed_blocks(self, request_id: str, *, counted: bool) -> tuple[list[list[int]], int]:
         builder, request = self._session.new_step(), self._requests[request_id]
-        answer = (
-            builder.count_computed_blocks(request) if counted else builder.get_computed_blocks(request, counted=False)
-        )
+        answer = builder.get_computed_blocks(request, counted=False)
+        if counted:  # now, as vLLM 0.14.1 counts
+            builder.step.operations[-1] = Operation.LOOKUP_COUNTED_AT_ONCE
         self._session.send(builder)
         computed = self._computed[request_id] = answer.computed
         return [list(blocks) for blocks in computed.block_ids], computed.num_tokens

@@ -193,7 +193,7 @@ def assert_alike(mine: Any, theirs: Any) -> None:
     _compare(_fields(State, mine), _fields(State, theirs), "allocator", set())
     for pool, other in zip(mine.pools, theirs.pools, strict=True):
         assert list(pool.blocks.free_list) == list(other.blocks.free_list)
-        assert pool._state_readers._steps == other._state_readers._steps
+        assert pool.state_readers._steps == other.state_readers._steps
         check_integrity(other, list(other.sessions.values()))
 
 

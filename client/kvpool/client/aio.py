@@ -14,7 +14,7 @@ from kvpool.client.durations import check_deadline
 from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.embedded import EMBEDDED, EmbeddedTransport
-from kvpool.client.transports.transport import EventBatch, OpenedSession, watch_options
+from kvpool.client.transports.transport import EventBatch, watch_options
 from kvpool.wire.channels import ClientCredentials, TlsConfig
 
 _P = ParamSpec("_P")
@@ -151,6 +151,7 @@ class AsyncClient(ClientBase[AsyncSession]):
     `async with client.open_session(...) as session` closes the session at the end.
     """
 
+    _session = AsyncSession
     create_pool = ClientBase._create_pool
     get_pool = ClientBase._get_pool
     wait_until_ready = ClientBase._wait_until_ready
@@ -171,6 +172,3 @@ class AsyncClient(ClientBase[AsyncSession]):
         async with contextlib.aclosing(await self._service.watch(options)) as batches:
             async for batch in batches:
                 yield batch
-
-    def _session(self, opened: OpenedSession) -> AsyncSession:
-        return AsyncSession(opened)

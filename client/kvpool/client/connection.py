@@ -1,6 +1,6 @@
 """The synchronous client."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final, Generic, Self, TypeVar
 
@@ -16,7 +16,6 @@ from kvpool.client.transports.transport import (
     Transport,
     watch_options,
 )
-from kvpool.core.blocks.quota import Quota
 from kvpool.core.errors import check_range
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.v1.pool_pb2 import PoolInfo
@@ -70,6 +69,9 @@ def connect_as(access: ClientCredentials, address: str, deadline_seconds: float 
 
 class ClientBase(Generic[_SessionT]):
     """The coroutines of a client. See `kvpool.client.blocking` for how the synchronous client runs them."""
+
+    _session: Callable[[OpenedSession], _SessionT]
+    """Makes a session."""
 
     def __init__(self, service: Transport) -> None:
         self._service = service
@@ -148,28 +150,19 @@ class ClientBase(Generic[_SessionT]):
             UnavailableError: Sessions in another memory are open, or in quarantine (`OTHER_MEMORY`).
         """
         check_range("lease_seconds", lease_seconds, 0.0, MAX_LEASE_SECONDS)
-        quota = Quota(min_blocks, max_blocks)
-        options = SessionOptions(
-            pool,
-            client_name if client_name.strip() else process_name(),
-            lease_seconds,
-            quota,
-            memory_id,
-            weights_version,
-        )
+        name = client_name if client_name.strip() else process_name()
+        options = SessionOptions(pool, name, lease_seconds, min_blocks, max_blocks, memory_id, weights_version)
         return self._session(await self._service.open_session(options))
 
     async def _close(self) -> None:
         """Ends the connection. Sessions that are still open end with their lease."""
         await self._service.close()
 
-    def _session(self, opened: OpenedSession) -> _SessionT:
-        raise NotImplementedError
-
 
 class Client(ClientBase[Session]):
     """A connection to a service."""
 
+    _session = Session
     create_pool = blocking(ClientBase._create_pool)
     get_pool = blocking(ClientBase._get_pool)
     wait_until_ready = blocking(ClientBase._wait_until_ready)
@@ -206,6 +199,3 @@ class Client(ClientBase[Session]):
         """
         options = watch_options(pool, from_sequence, heartbeat_seconds, snapshot=snapshot)
         return iterate(run(self._service.watch(options)))
-
-    def _session(self, opened: OpenedSession) -> Session:
-        return Session(opened)

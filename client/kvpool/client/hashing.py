@@ -138,13 +138,6 @@ class BlockHasher:
         self._none_hash = scheme.none_hash
         self._array = cbor2.dumps([0] * block_size)[:-block_size]  # the head of an array of this size
 
-    def hash_block(
-        self, parent: BlockHash | None, token_ids: Sequence[int], extra_keys: list[object] | None
-    ) -> BlockHash:
-        """Hashes one block; `parent` is None for a request's first."""
-        data = cbor2.dumps([parent or self._none_hash, token_ids, extra_keys], canonical=True)
-        return BlockHash(self._function(data))
-
     def extend(self, hashes: list[BlockHash], token_ids: Sequence[int], keys: ExtraKeys = NO_EXTRA_KEYS) -> None:
         """Appends to `hashes` the missing hashes of the full blocks of `token_ids`. O(new tokens)."""
         size, function, lookahead = self.block_size, self._function, self.num_lookahead_tokens

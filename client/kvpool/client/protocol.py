@@ -22,13 +22,12 @@ from kvpool.core.errors import (
 from kvpool.core.ids import BlockId, GroupId, StepNumber
 from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import MAX_CREDIT_ALLOCATIONS, Operation, Step, StepResult
+from kvpool.core.steps.columns import LEAVING, MAX_CREDIT_ALLOCATIONS, Operation, Step, StepResult
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 _OWN_REASONS: Final = frozenset(("CLOSED", "FORKED"))
 """Errors that the client raises itself. The service may have applied the step."""
 _CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
-_FREEING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 
 
 def is_refusal(error: KvpoolError) -> bool:
@@ -145,7 +144,7 @@ class SessionProtocol:
         self._reported_sequence = max(self._reported_sequence, step.executed_sequence)
         if not _CACHING.isdisjoint(step.operations):
             self._awaited_sequence = step.sequence
-        elif step.launched_sequence > step.executed_sequence and not _FREEING.isdisjoint(step.operations):
+        elif step.launched_sequence > step.executed_sequence and not LEAVING.isdisjoint(step.operations):
             self._awaited_sequence = max(self._awaited_sequence, step.launched_sequence)
         self._reader.apply(step, builder, result)
         if result.copied_block_ids:

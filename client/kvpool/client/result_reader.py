@@ -10,12 +10,11 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import LEAVING, Operation, Outcome, Step, StepResult
 from kvpool.wire.errors import ServerError
 
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.NEVER_FITS))
 """Outcomes of ALLOCATE before which the blocks that slid out of a window were freed."""
-_LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OUTCOMES: Final = frozenset(Outcome)
 _COLUMNS: Final = (
     ("outcomes", 1),
@@ -146,7 +145,7 @@ class ResultReader:
         request.num_prompt_tokens = 0 if sent == request.num_prompt_tokens else request.num_prompt_tokens
         if request.freed:
             request.num_sent_tokens = 0
-        if operation in _LEAVING:
+        if operation in LEAVING:
             request.forget_blocks()
             num_computed = 0
         elif operation == Operation.ALLOCATE:

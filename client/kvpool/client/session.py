@@ -1,10 +1,10 @@
 """A scheduler's synchronous session, and the base that it shares with the asyncio session."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import cached_property
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from kvpool.client import operations
 from kvpool.client.blocking import blocking, run
@@ -115,17 +115,8 @@ class SessionBase:
         Raises:
             InvalidArgumentError: A token is not an integer in [0, 2^32).
         """
-        token_ids = checked_token_ids(token_ids)
-        self._last_number += 1
-        return Request(
-            RequestId(request_id),
-            RequestNumber(self._last_number),
-            list(token_ids),
-            len(self.config.groups),
-            self._hasher,
-            extra_keys,
-            trace_parent=trace_parent,
-        )
+        own = list(checked_token_ids(token_ids))
+        return self._new_request(request_id, own, hasher=self._hasher, extra_keys=extra_keys, trace_parent=trace_parent)
 
     def request_hashed_elsewhere(
         self,
@@ -146,17 +137,13 @@ class SessionBase:
             lora_name: Its LoRA, for events.
             trace_parent: See `Request`.
         """
-        self._last_number += 1
         keys = ExtraKeys(lora_name=lora_name) if lora_name else NO_EXTRA_KEYS
-        return Request(
-            RequestId(request_id),
-            RequestNumber(self._last_number),
-            token_ids,
-            len(self.config.groups),
-            extra_keys=keys,
-            known_hashes=hashes,
-            trace_parent=trace_parent,
-        )
+        return self._new_request(request_id, token_ids, extra_keys=keys, known_hashes=hashes, trace_parent=trace_parent)
+
+    def _new_request(self, request_id: str, token_ids: list[int], **fields: Any) -> Request:  # noqa: ANN401 - of `Request`
+        self._last_number += 1
+        number = RequestNumber(self._last_number)
+        return Request(RequestId(request_id), number, token_ids, len(self.config.groups), **fields)
 
     @cached_property
     def _hasher(self) -> BlockHasher | None:
@@ -212,11 +199,7 @@ class SessionBase:
         the next step, without a message of its own: see `step`. If it gets no answer, call it again.
         """
         executed_sequence = self.sequence if sequence is None else sequence
-        try:
-            await self._calls.mark_executed(executed_sequence)
-        except KvpoolError as error:
-            self._handle_end(error)
-            raise
+        await self._handled(self._calls.mark_executed(executed_sequence))
         self._protocol.executed(executed_sequence)
 
     async def _set_weights_version(self, weights_version: str) -> None:
@@ -235,11 +218,7 @@ class SessionBase:
             WrongStateError: A step has no answer yet, so its requests may begin with either version.
         """
         self._protocol.check_settled()
-        try:
-            await self._calls.set_weights_version(weights_version)
-        except KvpoolError as error:
-            self._handle_end(error)
-            raise
+        await self._handled(self._calls.set_weights_version(weights_version))
         self.weights_version = weights_version
 
     async def _pool(self) -> PoolInfo:
@@ -250,11 +229,7 @@ class SessionBase:
         """Frees the blocks that the session still holds, and ends it. Call it again if it got no answer."""
         if self._closed:
             return
-        try:
-            await self._calls.close()
-        except KvpoolError as error:
-            self._handle_end(error)
-            raise
+        await self._handled(self._calls.close())
         self._closed = True
         self._handle_end(ended_error("SESSION_CLOSED"))
 
@@ -265,6 +240,14 @@ class SessionBase:
         except KvpoolError:
             if error is None:
                 raise
+
+    async def _handled(self, call: Awaitable[None]) -> None:
+        """Waits for a call. Its error may say that the session is over."""
+        try:
+            await call
+        except KvpoolError as error:
+            self._handle_end(error)
+            raise
 
     def _handle_end(self, error: KvpoolError) -> None:
         """Handles the error of a call: the session may be over."""

@@ -12,19 +12,8 @@ from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
-from kvpool.core.steps.columns import Operation, Outcome, Step
+from kvpool.core.steps.columns import DECLARING, LEAVING, Operation, Outcome, Step
 
-_DECLARING: Final = frozenset(
-    (
-        Operation.LOOKUP,
-        Operation.LOOKUP_UNCOUNTED,
-        Operation.LOOKUP_COUNTED_AT_ONCE,
-        Operation.ADMIT,
-        Operation.ALLOCATE,
-    )
-)
-"""Operations that may name a request that the service does not know yet."""
-_LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OFTEN_EMPTY: Final = (
     "declares",
     "num_prompt_tokens",
@@ -305,10 +294,6 @@ class StepBuilder:
         """
         return self._add(Operation.LOOKUP if counted else Operation.LOOKUP_UNCOUNTED, request)
 
-    def count_computed_blocks(self, request: Request) -> Answer:
-        """As `get_computed_blocks`, but counted now, even if the request never gets slots, as vLLM 0.14.1 counts."""
-        return self._add(Operation.LOOKUP_COUNTED_AT_ONCE, request)
-
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> Answer:
         """Caches the full blocks among the first `num_computed_tokens` tokens (after delay_cache_blocks)."""
         return self._add(Operation.CACHE, request, num_new_tokens=num_computed_tokens)
@@ -391,7 +376,7 @@ class StepBuilder:
         if options is not DEFAULT_OPTIONS:
             columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
         if request:
-            if not request.declared and operation not in _DECLARING:
+            if not request.declared and operation not in DECLARING:
                 raise NotFoundError("REQUEST_NOT_FOUND", f"the service has no request {request.request_id!r}")
             if request.freed and operation == Operation.ALLOCATE:  # a look-up or an admission begins it again
                 raise _freed(request)
@@ -418,7 +403,7 @@ class StepBuilder:
     def _put_request(self, operation: Operation, request: Request) -> int:
         """Adds what the service does not know of a request; returns the number of its appended tokens."""
         appended = 0
-        if operation not in _LEAVING:  # their tokens may be too many for the service
+        if operation not in LEAVING:  # their tokens may be too many for the service
             self._put_contents(request)  # may raise
             appended = len(request.token_ids) - request.num_sent_tokens
             if request.num_prompt_tokens:

@@ -86,12 +86,9 @@ class BlockTables:
 
     def move_row(self, source: int, target: int) -> None:
         """Moves the blocks of `source` to `target`, and clears `source`."""
-        self._check_rows(source, target)
-        if source == target:
-            return
-        for table in self.groups:
-            table.swap(source, target)
-            table.truncate(source, 0)
+        self.swap_rows(source, target)
+        if source != target:
+            self.clear_row(source)
 
     def commit(self, num_reqs: int) -> None:
         """Starts the copy of rows [0, num_reqs) to the device, from the first to the last changed row."""

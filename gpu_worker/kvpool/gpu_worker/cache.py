@@ -1,7 +1,6 @@
 """The tensors that a rank holds for its pool."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
@@ -75,12 +74,8 @@ class HeldCache:
         Raises:
             InvalidArgumentError: Fewer blocks are allocated.
         """
-        config = self.allocation.config if self.allocation else KVCacheConfig(num_blocks, (), ())
-        views = reshape_kv_cache(config, num_blocks, self.buffers, self._layouts)
-        tensors = tuple(
-            replace(tensor, size_bytes=tensor.size_bytes // config.num_blocks * num_blocks) for tensor in config.tensors
-        )
-        return KVCacheConfig(num_blocks, tensors, config.groups), views
+        config = self.allocation.config_for(num_blocks) if self.allocation else KVCacheConfig(num_blocks, (), ())
+        return config, reshape_kv_cache(config, num_blocks, self.buffers, self._layouts)
 
     def release(self) -> None:
         """Drops the buffers; their memory is freed unless other references exist."""

@@ -1,7 +1,6 @@
 """The memory of a rank that lends it: bytes that the rank itself neither maps nor views."""
 
 import os
-from dataclasses import replace
 from threading import Lock
 
 import torch
@@ -14,7 +13,7 @@ from kvpool.lending.memory_folder import MemoryFolder
 
 
 class LentCache:
-    """Memory in a folder. See `RankCache`; any thread may call `duplicate`.
+    """Memory in a folder. The cache thread of the rank calls its methods; any thread may call `duplicate`.
 
     Attributes:
         allocation: The memory; None while there is none.
@@ -56,11 +55,7 @@ class LentCache:
 
     def view(self, num_blocks: int) -> tuple[KVCacheConfig, dict[str, LayerCache]]:
         """The configuration for the first blocks; there are no views."""
-        config = self.allocation.config if self.allocation else KVCacheConfig(num_blocks, (), ())
-        tensors = tuple(
-            replace(tensor, size_bytes=tensor.size_bytes // config.num_blocks * num_blocks) for tensor in config.tensors
-        )
-        return KVCacheConfig(num_blocks, tensors, config.groups), {}
+        return self.allocation.config_for(num_blocks) if self.allocation else KVCacheConfig(num_blocks, (), ()), {}
 
     def duplicate(self) -> tuple[int, str]:
         """Another descriptor of the memory, which the caller closes, and what identifies the memory.

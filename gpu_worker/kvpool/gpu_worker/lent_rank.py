@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import AbortedError, ExhaustedError, KvpoolError, WrongStateError, fields_renamed
 from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.declared import declared_difference
@@ -135,11 +135,8 @@ class LentRank:
             WrongStateError: Processes use memory of another layout, or the other ranks declared fewer blocks.
             KvpoolError: The declaration is not valid, the memory does not fit, or the server refuses the rank.
         """
-        try:
+        with fields_renamed("declared.{}".format):
             declared.check()
-        except InvalidArgumentError as error:
-            error.rename_field(f"declared.{error.field}")
-            raise
         held = await asyncio.shield(self._held_for(declared))  # a replacement, once begun, is finished
         try:
             pool = await asyncio.wrap_future(held.runner.ready())
@@ -194,7 +191,7 @@ class LentRank:
 
     def _register(self, declared: DeclaredMemory) -> Registration:
         settings = replace(self.settings, options=declared.options)
-        try:
+        with fields_renamed(lambda field: field.removeprefix("register.")):
             registration = rank_registration(
                 settings,
                 self.device,
@@ -202,9 +199,6 @@ class LentRank:
                 layers=declared.layers,
                 declared=declared,
             )
-        except InvalidArgumentError as error:
-            error.rename_field(error.field.removeprefix("register."))
-            raise
         return replace(registration, last_epoch=self._last_epoch)
 
     def _start(self, declared: DeclaredMemory, registration: Registration, cache: LentCache) -> _Held:

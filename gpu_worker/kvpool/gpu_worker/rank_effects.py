@@ -3,7 +3,7 @@
 Messages that a rank receives are those of `kvpool.core.ranks.messages.ServerMessage`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import SessionNumber
@@ -30,6 +30,14 @@ class Allocation:
     def fits(self, config: KVCacheConfig) -> bool:
         """Whether a plan can use these tensors: it has the same buffers and groups, and no more blocks."""
         return config.num_blocks <= self.num_blocks and _layout(config) == _layout(self.config)
+
+    def config_for(self, num_blocks: int) -> KVCacheConfig:
+        """The plan for the first blocks."""
+        tensors = tuple(
+            replace(tensor, size_bytes=tensor.size_bytes // self.config.num_blocks * num_blocks)
+            for tensor in self.config.tensors
+        )
+        return replace(self.config, num_blocks=num_blocks, tensors=tensors)
 
 
 def _layout(config: KVCacheConfig) -> object:

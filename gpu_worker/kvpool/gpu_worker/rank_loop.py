@@ -149,16 +149,13 @@ class RankLoop(Generic[_FenceT]):
                 case EpochBegan(ready):
                     self._submit(partial(self._begin_epoch, ready), lambda _: [])
                 case EpochPassed(epoch):
-                    self._pass_epoch(epoch)
+                    self.readiness.close()
+                    if not self.protocol.is_over:
+                        self.log.passed(epoch)
                 case Failed(error):
                     self.readiness.failure = error
                 case _:
                     assert_never(effect)
-
-    def _pass_epoch(self, epoch: int) -> None:
-        self.readiness.close()
-        if not self.protocol.is_over:
-            self.log.passed(epoch)
 
     def _open_stream(self, registration: Registration) -> None:
         settings, target = self._settings, self.protocol.target

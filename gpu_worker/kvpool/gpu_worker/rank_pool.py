@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from kvpool.core.planning.plan import KVCacheConfig
+from kvpool.gpu_worker.cache import HeldCache
 from kvpool.gpu_worker.layouts import LayerCache
-from kvpool.gpu_worker.rank_effects import Allocation
+from kvpool.gpu_worker.lent_cache import LentCache
 from kvpool.gpu_worker.status import WorkerStatus
 
 
@@ -59,26 +59,5 @@ class WorkerHooks:
     on_status: Callable[[WorkerStatus], None] = _no_hook
 
 
-class RankCache(Protocol):
-    """The memory of a rank. Only the cache thread calls its methods; any thread may read `allocated_bytes`."""
-
-    @property
-    def buffers(self) -> tuple[torch.Tensor, ...]:
-        """The buffers that this process maps: int8 (bytes,), one per tensor of the plan, or none."""
-
-    @property
-    def allocation(self) -> Allocation | None:
-        """The memory that is held, at first that of an earlier process; None for none."""
-
-    @property
-    def allocated_bytes(self) -> int:
-        """Size of the memory that is held."""
-
-    def allocate(self, config: KVCacheConfig) -> Allocation:
-        """Frees the memory that is held, then allocates that of a plan. Raises KvpoolError if it does not fit."""
-
-    def view(self, num_blocks: int) -> tuple[KVCacheConfig, dict[str, LayerCache]]:
-        """The configuration for the first blocks, and the view of each layer, if this process has views."""
-
-    def release(self) -> None:
-        """Frees the memory."""
+RankCache = HeldCache | LentCache
+"""The memory of a rank. Only the cache thread calls its methods; any thread may read `allocated_bytes`."""

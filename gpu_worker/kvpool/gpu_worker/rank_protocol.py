@@ -18,7 +18,7 @@ Source: proto/kvpool/v1/worker.proto defines the messages.
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from enum import Enum
-from typing import Final, Protocol, assert_never
+from typing import Final, assert_never
 
 from kvpool.core.errors import (
     DeniedError,
@@ -34,7 +34,6 @@ from kvpool.core.ranks.messages import (
     MAX_NAMED_SESSIONS,
     FenceSet,
     HeldTensors,
-    MappingProcess,
     Planned,
     PoolState,
     PoolStatus,
@@ -59,6 +58,8 @@ from kvpool.gpu_worker.rank_effects import (
     Send,
     SessionsGone,
 )
+from kvpool.lending.borrower_registry import BorrowerRegistry
+from kvpool.lending.fence import Fence
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.seeds import AddressBook, PrimarySearch
@@ -91,39 +92,8 @@ class Phase(Enum):
     """The process ends, and a later one continues with the same memory."""
 
 
-class RankFence(Protocol):
-    """Admits the steps of a rank; see `Fence`."""
-
-    @property
-    def mapping_processes(self) -> tuple[MappingProcess, ...]:
-        """Processes that may map the memory, at most MAX_MAPPING_PROCESSES."""
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of steps, or of sessions, that may write."""
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether no stale step is in flight."""
-
-    @property
-    def pending(self) -> tuple[SessionNumber, ...]:
-        """Numbers of the sessions of stale steps in flight, ascending."""
-
-    def begin(self, epoch: int) -> None:
-        """Begins an epoch in which no session has ended. Its steps are admitted after `open`."""
-
-    def open(self, epoch: int) -> None:
-        """Admits steps of an epoch from now on, unless the epoch has ended."""
-
-    def end(self) -> None:
-        """Ends the epoch: no step is admitted until the next epoch is open."""
-
-    def narrow(self, last_session_number: int, live: Collection[int]) -> None:
-        """Excludes all sessions up to a number, except those that are live."""
-
-    def kill(self, leases: Collection[TableLease]) -> None:
-        """Kills the processes of ended sessions; must not raise."""
+RankFence = Fence | BorrowerRegistry
+"""Admits the steps of a rank: those of this process, or of processes that map its memory."""
 
 
 class RankProtocol:

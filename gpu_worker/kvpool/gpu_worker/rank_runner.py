@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Generic, Self, TypeVar
 
 import torch
@@ -45,7 +44,7 @@ def rank_registration(
     device: torch.device,
     *,
     available_bytes: int,
-    layers: Mapping[str, KVCacheSpec] = MappingProxyType({}),
+    layers: Mapping[str, KVCacheSpec],
     declared: DeclaredMemory | None = None,
 ) -> Registration:
     """Makes the registration of a rank.

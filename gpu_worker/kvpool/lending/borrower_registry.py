@@ -94,7 +94,7 @@ class Borrower:
 
 
 class BorrowerRegistry:
-    """The processes, and the fence of the rank; see `RankFence`."""
+    """The processes, and the fence of the rank, as `Fence` is one of steps."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class BorrowerRegistry:
             return tuple(sorted({lease.session_number for lease in self._stale_leases()}))
 
     def begin(self, epoch: int) -> None:
-        """Begins an epoch, see `RankFence.begin`."""
+        """Begins an epoch in which no session has ended; see `Fence.begin`."""
         with self._lock, self._fences_sent():
             self._admission.begin(epoch)
 

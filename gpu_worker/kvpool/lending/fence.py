@@ -55,7 +55,13 @@ class StepTicket:
 
 
 class Fence:
-    """Admits the steps of one rank."""
+    """Admits the steps of one rank.
+
+    Attributes:
+        epoch: The epoch that has begun; 0 for none. Callers read it and the two below, and do not set them.
+        last_session_number: Newest session number that a fence named.
+        live: Numbers up to it of sessions that have not ended.
+    """
 
     mapping_processes: tuple[MappingProcess, ...] = ()
     """Steps run in this process."""
@@ -68,26 +74,11 @@ class Fence:
         """
         self._on_stale_end = on_stale_end
         self._lock = threading.Lock()
-        self._epoch = 0
+        self.epoch = 0
         self._is_open = False
-        self._last_session_number = 0
-        self._live: frozenset[int] = frozenset()
+        self.last_session_number = 0
+        self.live: frozenset[int] = frozenset()
         self._in_flight: Counter[TableLease] = Counter()
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that has begun; 0 for none."""
-        return self._epoch
-
-    @property
-    def last_session_number(self) -> int:
-        """Newest session number that a fence named."""
-        return self._last_session_number
-
-    @property
-    def live(self) -> frozenset[int]:
-        """Numbers up to it of sessions that have not ended."""
-        return self._live
 
     @property
     def num_in_flight(self) -> int:
@@ -109,13 +100,13 @@ class Fence:
     def begin(self, epoch: int) -> None:
         """Begins an epoch in which no session has ended. Its steps are admitted after `open`."""
         with self._lock:
-            self._epoch, self._is_open = epoch, False
-            self._last_session_number, self._live = 0, frozenset()
+            self.epoch, self._is_open = epoch, False
+            self.last_session_number, self.live = 0, frozenset()
 
     def open(self, epoch: int) -> None:
         """Admits steps of an epoch from now on, unless the epoch has ended."""
         with self._lock:
-            self._is_open = epoch == self._epoch
+            self._is_open = epoch == self.epoch
 
     def end(self) -> None:
         """Ends the epoch: no step is admitted until the next epoch is open."""
@@ -124,8 +115,8 @@ class Fence:
     def narrow(self, last_session_number: int, live: Collection[int]) -> None:
         """Excludes all sessions up to a number, except those that are live."""
         with self._lock:
-            self._live = frozenset(filter(self._is_live, live))
-            self._last_session_number = max(last_session_number, self._last_session_number)
+            self.live = frozenset(filter(self._is_live, live))
+            self.last_session_number = max(last_session_number, self.last_session_number)
 
     def kill(self, leases: Collection[TableLease]) -> None:
         """Does nothing: steps run in this process."""
@@ -143,8 +134,8 @@ class Fence:
             if not self._is_open:
                 message = f"a step of epoch {lease.epoch}, and no epoch is open"
                 raise StaleTablesError("NOT_READY", message, field="epoch")
-            if lease.epoch != self._epoch:
-                message = f"{lease.epoch} is not the current epoch, {self._epoch}"
+            if lease.epoch != self.epoch:
+                message = f"{lease.epoch} is not the current epoch, {self.epoch}"
                 raise StaleTablesError("EPOCH_PASSED", message, field="epoch")
             if not self._is_live(lease.session_number):
                 message = f"session {lease.session_number} has ended, and other sessions may own its blocks"
@@ -163,7 +154,7 @@ class Fence:
 
     def admits(self, lease: TableLease) -> bool:
         """Whether a session of this epoch has not ended; a step needs an open epoch besides. Costs no lock."""
-        return lease.epoch == self._epoch and self._is_live(lease.session_number)
+        return lease.epoch == self.epoch and self._is_live(lease.session_number)
 
     def _is_live(self, session_number: int) -> bool:
-        return session_number > self._last_session_number or session_number in self._live
+        return session_number > self.last_session_number or session_number in self.live

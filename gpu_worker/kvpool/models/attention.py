@@ -6,7 +6,6 @@ from typing import Final, TypeVar
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.specs.base import AttentionSpec
-from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.models.context import Context, Layer
 from kvpool.models.packing import PACKINGS, head_content_bytes
 from kvpool.models.reader import Reader
@@ -49,10 +48,6 @@ class Heads:
         names = ("num_head_slots", "state_content_bytes", "head_size_v")
         own = {**{name: getattr(self, name) for name in names}, **own}
         return kind(self.block_size, self.num_kv_heads, self.head_size, self.dtype, **own)
-
-    def full(self) -> FullAttentionSpec:
-        """Spec of a layer with full attention."""
-        return self.spec(FullAttentionSpec)
 
 
 def make_heads(ctx: Context, num_kv_heads: int, head_size: int) -> Heads:

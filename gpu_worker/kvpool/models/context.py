@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.errors import InvalidArgumentError, check_range, fields_renamed
 from kvpool.core.ids import MAX_TOKENS
 from kvpool.core.specs.base import MAX_BLOCK_SIZE_TOKENS, AttentionSpec, KVCacheSpec
 from kvpool.models.reader import Reader
@@ -177,26 +177,15 @@ class Context:
             )
         return count // ranks
 
-    def shard_or_replicate(self, where: str, count: int) -> int:
-        """Divides heads or groups over the ranks; if there are fewer than ranks, several ranks hold the same one.
-
-        Raises:
-            InvalidArgumentError: Neither number is a multiple of the other.
-        """
-        ranks = self.options.tensor_parallel_size
-        if count < ranks and ranks % count == 0:
-            return 1
-        return self.shard(where, count)
-
     def shard_kv_heads(self, where: str, count: int) -> int:
-        """Number of key and value heads of one rank.
+        """Number of key and value heads of one rank; if there are fewer than ranks, several ranks hold the same one.
 
         Raises:
-            InvalidArgumentError: As `shard_or_replicate`; or context parallelism includes ranks with different heads,
-                and every head needs every token.
+            InvalidArgumentError: Neither number is a multiple of the other; or context parallelism includes ranks with
+                different heads, and every head needs every token.
         """
-        heads = self.shard_or_replicate(where, count)
         ranks, spread = self.options.tensor_parallel_size, self.options.decode_context_parallel_size
+        heads = 1 if count < ranks and ranks % count == 0 else self.shard(where, count)
         if spread > 1 and spread * count > ranks:
             raise InvalidArgumentError(
                 "decode_context_parallel_size",
@@ -208,8 +197,5 @@ class Context:
 
 def make_layer(index: int, name: str, make_spec: Callable[[], KVCacheSpec]) -> Layer:
     """Makes a layer. The field of an error of its spec is prefixed with the layer's name."""
-    try:
+    with fields_renamed(lambda field: f'layers["{name}"].{field}'):
         return Layer(index, name, make_spec())
-    except InvalidArgumentError as error:
-        error.rename_field(f'layers["{name}"].{error.field}')
-        raise

@@ -88,7 +88,7 @@ def _spec_maker(ctx: Context, family: Family, index: int, kind: str) -> Callable
     if kind == CHUNKED:
         chunk = keys.tokens("attention_chunk_size")
         return partial(heads.spec, ChunkedLocalAttentionSpec, attention_chunk_size=chunk)
-    return heads.full
+    return partial(heads.spec, FullAttentionSpec)
 
 
 def _layer_keys(keys: Reader, index: int, kind: str) -> Reader:

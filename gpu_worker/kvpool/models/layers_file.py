@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Final, cast
 
-from kvpool.core.errors import InvalidArgumentError, check_range
+from kvpool.core.errors import InvalidArgumentError, check_range, fields_renamed
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import SPEC_KINDS
 from kvpool.models.context import Model
@@ -97,11 +97,8 @@ def spec_from_json(where: str, value: object) -> KVCacheSpec:
         raise InvalidArgumentError(f"{where}.block_size", "is missing", reason="MISSING")
     attributes = {key: _attribute(f"{where}.{key}", key, item, defaults[key]) for key, item in stated.items()}
     make = cast(Callable[..., KVCacheSpec], kind)  # each kind has its own attributes
-    try:
+    with fields_renamed(lambda field: f"{where}.{field}"):
         spec = make(**attributes)
-    except InvalidArgumentError as error:
-        error.rename_field(f"{where}.{error.field}")
-        raise
     if page_size is not None and typed(f"{where}.{_PAGE_SIZE}", page_size, int) != spec.page_size_bytes:
         raise InvalidArgumentError(
             f"{where}.{_PAGE_SIZE}", f"{page_size} differs from the spec's {spec.page_size_bytes}"

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from kvpool.core.specs.kinds import CrossAttentionSpec, EncoderOnlyAttentionSpec
+from kvpool.core.specs.kinds import CrossAttentionSpec, EncoderOnlyAttentionSpec, FullAttentionSpec
 from kvpool.models.attention import Heads, elements_per_head, make_heads
 from kvpool.models.context import Context, Layer, make_layer
 
@@ -17,7 +17,7 @@ def whisper(ctx: Context) -> list[Layer]:
         layers.append(make_layer(0, name, partial(encoder.spec, EncoderOnlyAttentionSpec)))
     for i in range(ctx.keys.layers("decoder_layers")):
         layer = f"model.decoder.layers.{i}"
-        layers.append(make_layer(i, f"{layer}.self_attn.attn", decoder.full))
+        layers.append(make_layer(i, f"{layer}.self_attn.attn", partial(decoder.spec, FullAttentionSpec)))
         layers.append(make_layer(i, f"{layer}.encoder_attn.attn", partial(decoder.spec, CrossAttentionSpec)))
     return layers
 

@@ -4,6 +4,8 @@ Rule 1: an error is raised before anything is changed.
 Rule 2: the message is written for the caller and contains nothing about another session.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 OUT_OF_MEMORY: Final = "OUT_OF_MEMORY"
@@ -102,6 +104,16 @@ def out_of_memory() -> ExhaustedError:
     """The refusal of a change for which the process has too little memory, before anything is changed."""
     message = "the server has too little memory for it now"
     return ExhaustedError(OUT_OF_MEMORY, message, retry_seconds=OUT_OF_MEMORY_RETRY_SECONDS)
+
+
+@contextmanager
+def fields_renamed(rename: Callable[[str], str]) -> Iterator[None]:
+    """Renames the field of an error of the block to the name that the caller knows."""
+    try:
+        yield
+    except InvalidArgumentError as error:
+        error.rename_field(rename(error.field))
+        raise
 
 
 def size_bytes(text: str) -> int:

@@ -399,7 +399,7 @@ class State:
 
     @handles(commands.LoseSessions)
     def _lose_sessions(self, _: commands.LoseSessions, __: float) -> None:
-        self.sessions.ends.mark_incomplete()
+        self.sessions.ends.is_incomplete = True
         self.lost_may_run = True
 
     @handles(commands.EndLostSteps)

@@ -63,7 +63,7 @@ def test_a_pool_records_evictions_of_sampled_blocks_and_clears_them_on_reset() -
     kept = sample_all()
     pool = BlockPool(config(4), kept)
     pool.get_new_blocks(GroupId(0), 2)
-    pool.cache_full_blocks(MapId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], SessionNumber(1), StepNumber(1))
+    pool.prefix_map.insert(MapId(0), ids(1, 2), [BlockHash(b"1"), BlockHash(b"2")], SessionNumber(1), StepNumber(1))
     pool.free_blocks(GroupId(0), ids(2, 1))
     kept.now_seconds = 4.0
     assert pool.get_new_blocks(GroupId(0), 2) == [3, 2]

@@ -16,14 +16,7 @@ from kvpool.core.specs.kinds import (
     UniformTypeKVCacheSpecs,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
-from kvpool.gpu_worker.attention_backends import (
-    FLASHINFER_WORKSPACE_BYTES,
-    FlashInferBackend,
-    FlashInferMetadata,
-    MambaBackend,
-    MambaMetadata,
-    PagedAttentionBackend,
-)
+from kvpool.gpu_worker.attention_backends import PagedAttentionBackend
 from kvpool.gpu_worker.attention_metadata import (
     AttentionBackend,
     AttentionGroup,
@@ -47,9 +40,23 @@ STATE = MambaSpec(8, ((2,),), ("float32",))
 CROSS = CrossAttentionSpec(4, 1, 8, "float16")
 OPTIONS = BlockTableOptions(100, 4, 32, 64, max_num_encoder_input_tokens=20)
 GROUPS = (KVCacheGroup(FULL, ("f0", "f1")), KVCacheGroup(WINDOW, ("w",)), KVCacheGroup(STATE, ("m",)))
-FLASH, MAMBA, FLASHINFER = PagedAttentionBackend(), MambaBackend(), FlashInferBackend()
-BACKENDS: dict[str, AttentionBackend] = {"f0": FLASH, "f1": FLASH, "w": FLASH, "m": MAMBA}
 STEP = ScheduledStep(np.array([5, 0]), np.array([1, 6]), num_padded_tokens=8)
+
+
+class ForStates:
+    """A backend whose kernels read the states of a step."""
+
+    name, layout = "states", "mamba"
+
+    def make_builder(self, _: BuilderContext) -> AttentionMetadataBuilder:
+        return self
+
+    def build(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        return common
+
+
+FLASH = PagedAttentionBackend()
+BACKENDS: dict[str, AttentionBackend] = {"f0": FLASH, "f1": FLASH, "w": FLASH, "m": ForStates()}
 
 
 @dataclass
@@ -123,11 +130,10 @@ def test_lengths_tables_and_slots_of_a_step(device: torch.device) -> None:
     assert window.block_table[:, :2].tolist() == [[0, 22], [23, 24]]
     assert full.slot_mapping.tolist() == [49, 52, 53, 54, 55, 56, 57, -1]
     assert window.slot_mapping.tolist() == [89, 92, 93, 94, 95, 96, 97, -1]
-    states = metadata["m"]
-    assert isinstance(states, MambaMetadata)
-    assert states.states.read_block_ids.tolist() == [31, -1]
-    assert states.states.written_block_ids.tolist() == [31, 32]
-    assert (states.query_start_loc.tolist(), states.max_query_len) == ([0, 1, 7], 6)
+    states = common(metadata["m"]).state_indices
+    assert states is not None
+    assert states.read_block_ids.tolist() == [31, -1]
+    assert states.written_block_ids.tolist() == [31, 32]
 
 
 @on_each_device
@@ -207,46 +213,6 @@ def test_layers_of_a_uniform_group_are_built_by_backend_and_spec() -> None:
     assert (one.builds, other.builds) == (2, 1)
 
 
-@on_each_device
-def test_flashinfer_gets_ragged_page_tables(device: torch.device) -> None:
-    rank = Rank((KVCacheGroup(FULL, ("a",)),), {"a": FLASHINFER}, device)
-    for row, ids in enumerate([[11, 12, 13], [21], [31, 32]]):
-        rank.tables.add_row(row, [ids])
-    seen = rank.build(ScheduledStep(np.array([8, 0, 3]), np.array([1, 4, 4])))["a"]
-    assert isinstance(seen, FlashInferMetadata)
-    assert seen.qo_indptr_cpu.tolist() == [0, 1, 5, 9]
-    assert seen.paged_kv_indptr.tolist() == seen.paged_kv_indptr_cpu.tolist() == [0, 3, 4, 6]
-    assert seen.paged_kv_indices.tolist() == [11, 12, 13, 21, 31, 32]
-    assert seen.paged_kv_last_page_len.tolist() == seen.paged_kv_last_page_len_cpu.tolist() == [1, 4, 3]
-    assert {seen.paged_kv_indices.dtype, seen.paged_kv_indptr.dtype} == {torch.int32}
-
-
-def test_flashinfer_plans_with_the_tokens_of_its_own_rank() -> None:
-    """Rank 1 of 2 holds none of a request's single token, and two of another's five."""
-    rank = Rank((KVCacheGroup(FULL, ("a",)),), {"a": FLASHINFER}, dcp_world_size=2, dcp_rank=1)
-    rank.tables.add_row(0, [[11]])
-    rank.tables.add_row(1, [[12]])
-    seen = rank.build(ScheduledStep(np.array([0, 4]), np.array([1, 1])))["a"]
-    assert isinstance(seen, FlashInferMetadata)
-    assert seen.paged_kv_indptr.tolist() == [0, 0, 1]
-    assert seen.paged_kv_indices.tolist() == [12]
-    pages = np.diff(seen.paged_kv_indptr_cpu)
-    assert ((pages - 1) * 4 + seen.paged_kv_last_page_len_cpu).tolist() == [0, 2]
-
-
-@on_each_device
-def test_builders_share_one_workspace(device: torch.device) -> None:
-    groups = (KVCacheGroup(FULL, ("a",)), KVCacheGroup(WINDOW, ("b",)))
-    rank = Rank(groups, {"a": FLASHINFER, "b": FLASHINFER}, device)
-    rank.tables.add_row(0, [[1], [2]])
-    metadata = rank.build(ScheduledStep(np.array([0]), np.array([1])))
-    first, second = metadata["a"], metadata["b"]
-    assert isinstance(first, FlashInferMetadata)
-    assert isinstance(second, FlashInferMetadata)
-    assert first.workspace.data_ptr() == second.workspace.data_ptr()
-    assert (rank.workspace.size_bytes, rank.workspace.device) == (FLASHINFER_WORKSPACE_BYTES, device)
-
-
 def test_a_workspace_only_grows_and_not_once_locked() -> None:
     workspace = Workspace(CPU)
     first = workspace.get(100)
@@ -268,8 +234,6 @@ def test_a_workspace_only_grows_and_not_once_locked() -> None:
         ({"f0": FLASH}, {}, "backends: layer 'f1' has no backend"),
         (BACKENDS | {"x": FLASH}, {}, "backends: layer 'x' is in no group"),
         (BACKENDS | {"m": FLASH}, {}, "backends: layer 'm': 'flash_attn' does not support a MambaSpec"),
-        (BACKENDS | {"m": FLASHINFER}, {}, "backends: layer 'm': 'flashinfer' does not support a MambaSpec"),
-        (BACKENDS | {"w": MAMBA}, {}, "backends: layer 'w': 'mamba' does not support a SlidingWindowSpec"),
         (BACKENDS, {"s": "x"}, "shared_layers: layer 's' cannot share the cache of 'x'"),
         (BACKENDS, {"f0": "f1"}, "shared_layers: layer 'f0' cannot share"),
     ],

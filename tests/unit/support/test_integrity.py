@@ -25,7 +25,7 @@ def world() -> World:
 
 
 def cook_hash_of_nobody(pool: KVCacheManager, _: Session) -> None:
-    pool.blocks.cache_full_blocks(MapId(0), [BlockId(4)], [BlockHash(b"h")], SessionNumber(99), StepNumber(1))
+    pool.blocks.prefix_map.insert(MapId(0), [BlockId(4)], [BlockHash(b"h")], SessionNumber(99), StepNumber(1))
 
 
 def cook_computed_without_room(pool: KVCacheManager, session: Session) -> None:

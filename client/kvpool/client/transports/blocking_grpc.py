@@ -189,14 +189,8 @@ class _StepStream(StepStream):
 class _WatchCall(WatchCall):
     """See `WatchCall`. A thread cancels the call after too long a silence."""
 
-    def __init__(
-        self,
-        call: Any,  # noqa: ANN401 - a stream of gRPC
-        silence_seconds: float | None,
-        link: ServerLink,
-        connection: PrimaryConnection,
-    ) -> None:
-        super().__init__(call, silence_seconds, link, connection)
+    def __init__(self, *args: Any) -> None:  # noqa: ANN401 - see `WatchCall`
+        super().__init__(*args)
         self._waits_since_seconds = inf
         self._ended = threading.Event()
         self._was_silent = False

@@ -18,6 +18,7 @@ from kvpool.client.transports.transport import (
     WatchOptions,
 )
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
+from kvpool.core.blocks.quota import Quota
 from kvpool.core.commands import (
     ApplyStep,
     AttachStream,
@@ -88,11 +89,11 @@ class EmbeddedTransport:
             lease_seconds = LeaseBounds().choose(options.lease_seconds)
             self._execute(
                 OpenSession(
-                    options.pool,
+                    options.pool_name,
                     session_id,
                     options.client_name,
                     lease_seconds,
-                    quota=options.quota,
+                    quota=Quota(options.min_blocks, options.max_blocks),
                     memory_id=options.memory_id,
                     weights_version=options.weights_version,
                 )
@@ -135,7 +136,7 @@ class EmbeddedTransport:
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Transport`. The watch ends with the newest batch: no batch can come while the caller waits."""
         self.check_usable()
-        return self._batches(options, self._state.pools.get(options.pool))
+        return self._batches(options, self._state.pools.get(options.pool_name))
 
     async def _batches(self, options: WatchOptions, pool: KVCacheManager) -> AsyncGenerator[EventBatch]:
         log = self._logs[pool.config.name]

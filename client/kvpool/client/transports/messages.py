@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Final
 
 from kvpool.client.lease import LeaseTimer
@@ -61,15 +62,7 @@ def check_ready(pool: PoolInfo, timeout_seconds: float) -> PoolInfo:
 def open_session_request(options: SessionOptions) -> allocator_pb2.OpenSessionRequest:
     """Makes an OpenSessionRequest. Its key allows the call to be repeated."""
     return allocator_pb2.OpenSessionRequest(
-        pool_name=options.pool,
-        client_name=options.client_name,
-        lease_seconds=options.lease_seconds,
-        open_key=secrets.token_urlsafe(24),
-        min_blocks=options.quota.min_blocks,
-        max_blocks=options.quota.max_blocks,
-        memory_id=options.memory_id,
-        weights_version=options.weights_version,
-        protocol_version=PROTOCOL_VERSION,
+        **asdict(options), open_key=secrets.token_urlsafe(24), protocol_version=PROTOCOL_VERSION
     )
 
 
@@ -111,13 +104,7 @@ def read_session(
 
 def watch_request(options: WatchOptions) -> event_pb2.WatchRequest:
     """Makes a WatchRequest."""
-    return event_pb2.WatchRequest(
-        pool_name=options.pool,
-        from_sequence=options.from_sequence,
-        snapshot=options.snapshot,
-        heartbeat_seconds=options.heartbeat_seconds,
-        protocol_version=PROTOCOL_VERSION,
-    )
+    return event_pb2.WatchRequest(**asdict(options), protocol_version=PROTOCOL_VERSION)
 
 
 def read_batch(response: event_pb2.WatchResponse) -> EventBatch:

@@ -121,7 +121,7 @@ class StepStream(ABC):
 
     def end(self) -> None:
         """Ends the stream, and stops keeping the session alive."""
-        self._ended_by = closed_session_error()
+        self._ended_by = WrongStateError("CLOSED", "the session was closed in this process, or its client")
         self.end_call()
 
     async def _exchange_once(
@@ -205,8 +205,3 @@ class StepStream(ABC):
             self._lease_timer.end()
             self._ended_by = error
         return self._ended_by is not None
-
-
-def closed_session_error() -> WrongStateError:
-    """Makes the error of a step of a session that this process has closed."""
-    return WrongStateError("CLOSED", "the session was closed in this process, or its client")

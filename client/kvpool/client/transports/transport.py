@@ -7,7 +7,6 @@ from typing import Final, Protocol
 
 from kvpool.client.durations import check_heartbeat
 from kvpool.client.lease import LeaseTimer
-from kvpool.core.blocks.quota import NO_QUOTA, Quota
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.events import BlockEvent
 from kvpool.core.ids import SessionNumber
@@ -21,21 +20,23 @@ DEFAULT_HEARTBEAT_SECONDS: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions:
-    """The arguments of `Client.open_session`.
+    """The arguments of `Client.open_session`, by the names of OpenSessionRequest.
 
     Attributes:
-        pool: The pool's name.
+        pool_name: The pool's name.
         client_name: Name of the scheduler, for people.
         lease_seconds: Wanted lease; 0 for the server's default.
-        quota: Minimum and maximum number of blocks.
+        min_blocks: Minimum number of blocks.
+        max_blocks: Maximum number of blocks; 0 for none.
         memory_id: Name of the memory that holds the tensors; may be empty.
         weights_version: Version of the weights; may be empty.
     """
 
-    pool: str
+    pool_name: str
     client_name: str = ""
     lease_seconds: float = 0.0
-    quota: Quota = NO_QUOTA
+    min_blocks: int = 0
+    max_blocks: int = 0
     memory_id: str = ""
     weights_version: str = ""
 
@@ -127,16 +128,16 @@ class EventBatch:
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """The arguments of `Client.watch`.
+    """The arguments of `Client.watch`, by the names of WatchRequest.
 
     Attributes:
-        pool: The pool's name.
+        pool_name: The pool's name.
         from_sequence: First batch wanted; 0 for the next one, or with a snapshot.
         snapshot: Whether to begin with a snapshot, and to continue over lost connections and server restarts.
         heartbeat_seconds: Interval of heartbeats while there are no other messages; 0 for none.
     """
 
-    pool: str
+    pool_name: str
     from_sequence: int = 0
     snapshot: bool = False
     heartbeat_seconds: float = 0.0

@@ -21,13 +21,12 @@ SUPPORTED_VERSIONS: Final = ("0.32", "0.33")
 SPECS: Final[ModuleType] = kv_cache_interface
 
 HASHES_LOOK_AHEAD: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
-"""Whether vLLM, with EAGLE, hashes a block together with the tokens after it, instead of computing blocks again."""
+"""Whether vLLM is 0.33 or newer.
 
-KEEPS_BLOCK_BEFORE_BOUNDARY: Final = HASHES_LOOK_AHEAD
-"""Whether vLLM, with EAGLE, also caches windows a block before the end of a shared prefix, if it caches few of them."""
-
-SHARES_READ_STATES: Final = HASHES_LOOK_AHEAD
-"""Whether vLLM resumes a request from a state that a step of the same round reads to end a prompt."""
+With EAGLE it hashes a block together with the tokens after it, instead of computing blocks again, and it also caches
+windows a block before the end of a shared prefix, if it caches few of them. It resumes a request from a state that a
+step of the same round reads to end a prompt.
+"""
 
 AUX_OUTPUTS_READ_POOL: Final = "max_cache_hit_length" in signature(KVCacheManager.get_computed_blocks).parameters
 """Whether vLLM limits look-ups to prefixes whose auxiliary outputs it has, which it finds in its own block pool."""

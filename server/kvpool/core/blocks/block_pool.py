@@ -365,17 +365,6 @@ class BlockPool:
             self.free_list.prepend([block_id for block_id in freed if block_id not in hashed])
         self.free_list.append(cached)
 
-    def cache_full_blocks(
-        self,
-        map_id: MapId,
-        block_ids: Sequence[BlockId],
-        hashes: Sequence[BlockHash],
-        session_number: SessionNumber,
-        sequence: ids.StepNumber,
-    ) -> None:
-        """Assigns hashes to held blocks that have none."""
-        self.prefix_map.insert(map_id, block_ids, hashes, session_number, sequence)
-
     def cache_tail(
         self,
         map_id: MapId,
@@ -431,7 +420,9 @@ class BlockPool:
             self.block_lifetimes.record_evicted(cached)
         if self.contents:
             for block_id in cached:
-                self._drop_contents(block_id, self.contents)
+                group_id = self.prefix_map.group_id(block_id)
+                block_hash, *_ = self.prefix_map.remove(block_id)
+                self._events += self.contents.drop(group_id, block_id, block_hash)
         else:
             self.prefix_map.remove_all(cached)
 
@@ -511,13 +502,9 @@ class BlockPool:
         self._evicted_held = set(snapshot.evicted_held)
         self._num_reserved = max(self._num_reserved, len(self.prefix_map))
         self.num_evicted = snapshot.num_evicted
-        for mine, counters in zip(self.group_counters, snapshot.group_counters, strict=True):
-            mine.restore(counters)
-
-    def _drop_contents(self, block_id: BlockId, contents: BlockContents) -> None:
-        group_id = self.prefix_map.group_id(block_id)
-        block_hash, *_ = self.prefix_map.remove(block_id)
-        self._events += contents.drop(group_id, block_id, block_hash)
+        if len(snapshot.group_counters) != len(self.group_counters):
+            raise ValueError("counters of groups are missing")
+        self.group_counters = snapshot.group_counters
 
     def _record(self, event: BlockEvent) -> None:
         if self.contents:

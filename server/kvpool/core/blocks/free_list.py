@@ -158,7 +158,8 @@ class FreeList:
 
     def __iter__(self) -> Iterator[BlockId]:
         column, num_columns = self._column, len(self._column)
-        for number, chunk in self._in_order():
+        parked = (each for chunks in self._parked.values() for each in chunks.items())
+        for number, chunk in [*parked, *self._order.items()]:
             rest = chunk.block_ids[chunk.at :]
             yield from (block_id for block_id in rest if block_id >= num_columns or column[block_id] == -number)
 
@@ -342,10 +343,6 @@ class FreeList:
         if was_parked and not parked:
             del self._parked[holder]
         return was_parked
-
-    def _in_order(self) -> list[tuple[int, Chunk]]:
-        """The chunks by number: first the parked ones, then those in the order of their next use. O(chunks)."""
-        return [*(each for parked in self._parked.values() for each in parked.items()), *self._order.items()]
 
     def hold(self, block_ids: Sequence[BlockId]) -> int:
         """Adds one reference to each block, and removes free ones from the list; returns how many were free."""

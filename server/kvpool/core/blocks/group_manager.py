@@ -269,7 +269,7 @@ class GroupManager:
             hashes, block_ids = all_hashes[start:end], table.block_ids[start:end]
             if self.resumes_within:  # a tail, which is cached again behind it
                 self._pool.drop_hashes(block_ids)
-            self._pool.cache_full_blocks(self.map_id(request), block_ids, hashes, request.session_number, sequence)
+            self._pool.prefix_map.insert(self.map_id(request), block_ids, hashes, request.session_number, sequence)
             if self._makes_events:
                 self._record_stored(request, block_ids, start)
 

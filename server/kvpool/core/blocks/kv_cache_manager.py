@@ -73,6 +73,7 @@ class KVCacheManager:
         gives_credit: Whether sessions may allocate on credit. Not in pools with states: hits of a state can wait for
             the steps that read it (`StateReaders`), so the service must know each step.
         state_managers: Managers of the groups that keep only the states at the ends of steps.
+        state_readers: States that steps read; `record` each change of a request's tokens or blocks there, after it.
         quotas: Minimum and maximum numbers of blocks of the sessions.
         in_flight: Blocks that steps in flight may use although their session has freed them.
         stats: Counters of look-ups.
@@ -139,7 +140,7 @@ class KVCacheManager:
         self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
         self._max_credit_tokens = 0 if config.partial_hits else config.max_model_len  # a copy must be known
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
-        self._state_readers = StateReaders(self.state_managers)
+        self.state_readers = StateReaders(self.state_managers)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks, self.sessions)
         self._num_unhit_tokens = max(config.hash_scheme.num_lookahead_tokens, 1)  # of a request: see rule 4
         self.in_flight = StepsInFlight(self.blocks, self.quotas)
@@ -367,7 +368,7 @@ class KVCacheManager:
                 request.num_computed_tokens, request.filling_sequence = end_tokens, sequence
                 self.activity.allocations += 1
                 if self.state_managers:
-                    self.record_state_read(request)
+                    self.state_readers.record(request)
                 return self._slot_allocator.no_blocks
         num_computed = request.num_computed_tokens + (computed.num_tokens if computed else 0)
         num_computed += options.num_external_tokens
@@ -388,7 +389,7 @@ class KVCacheManager:
             )
         if new is None:
             self.activity.refusals += 1
-            self.record_state_read(request)  # states behind the newest one were freed
+            self.state_readers.record(request)  # states behind the newest one were freed
             return None
         self.activity.allocations += 1
         if computed and computed.shared_prefix_boundary_tokens is not None:
@@ -404,7 +405,7 @@ class KVCacheManager:
         for states in self.state_managers:
             states.pass_boundaries(request, num_computed, request.num_computed_tokens)
         if self.state_managers:
-            self.record_state_read(request)
+            self.state_readers.record(request)
         if self.config.enable_caching and not delay_cache_blocks:
             self.cache_blocks(request, request.num_computed_tokens, sequence=sequence, start_tokens=num_computed)
         request.credit_tokens = self.credit_tokens(request)
@@ -427,17 +428,13 @@ class KVCacheManager:
         writer = request.session_number
         session = self.sessions.get(writer)  # none for a request of a program that uses this manager alone
         launched = (session.launched_sequence if session else None) or ids.StepNumber(sequence - 1)
-        is_read_after = self._state_readers.is_read_after
+        is_read_after = self.state_readers.is_read_after
         return any(
             self.blocks.prefix_map.is_filled_after(manager.map_id(request), blocks[-1], launched, writer)
             or (session is not None and is_read_after(manager, request, len(blocks), launched))
             for manager in self.state_managers
             for blocks in [computed.block_ids[manager.group_id]]
         )
-
-    def record_state_read(self, request: Request) -> None:
-        """Records a change of a request's tokens, or blocks, for the hits of states. Call it after the change."""
-        self._state_readers.record(request)
 
     def credit_tokens(self, request: Request) -> int:
         """Number of computed tokens that a request can reach without a change of the pool.
@@ -512,7 +509,7 @@ class KVCacheManager:
             if has_quota:
                 self.quotas.record_lost(request.holding, freed[::-1])
         request.num_computed_tokens = request.credit_tokens = 0
-        self.record_state_read(request)
+        self.state_readers.record(request)
 
     def preempt(self, request: Request) -> None:
         """Frees the request's blocks, and counts a preemption if the request held any."""

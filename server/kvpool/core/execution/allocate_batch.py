@@ -71,6 +71,6 @@ def allocate_plain_rows(
         credit_tokens = manager.credit_tokens(table)
         request.credit_tokens = credit_tokens if credit_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
     if full_block_ids:
-        pool.blocks.cache_full_blocks(session.first_map, full_block_ids, hashes, session.session_number, sequence)
+        pool.blocks.prefix_map.insert(session.first_map, full_block_ids, hashes, session.session_number, sequence)
     pool.activity.allocations += len(rows)
     return counts, new

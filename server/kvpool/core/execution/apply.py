@@ -29,7 +29,7 @@ from kvpool.core.execution.rows import PoolRow, Row, read_rows
 from kvpool.core.ids import MAX_TOKENS, BlockId, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.steps.columns import MAX_STEP_WORK, Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import LOOKING_UP, MAX_STEP_WORK, Operation, Outcome, Step, StepResult
 
 _REQUEST_BYTES: Final = 1024
 _BYTES_PER_HASH_BYTE: Final = 3
@@ -197,7 +197,7 @@ class _Application:
         if row.has_taken:
             request.filling_sequence = StepNumber(self._sequence - 1)
         if self._pool.state_managers:
-            self._pool.record_state_read(request)
+            self._pool.state_readers.record(request)
 
     def _allocate_batch(self, first: int, rows: Sequence[Row]) -> int:
         """Allocates slots for consecutive plain rows, together or one by one, and returns the number of rows."""
@@ -390,9 +390,7 @@ class _Application:
 
 
 _HANDLERS: Final[dict[Operation, Callable[[_Application, int, Row], None]]] = {
-    Operation.LOOKUP: _Application.lookup,
-    Operation.LOOKUP_UNCOUNTED: _Application.lookup,
-    Operation.LOOKUP_COUNTED_AT_ONCE: _Application.lookup,
+    **dict.fromkeys(LOOKING_UP, _Application.lookup),
     Operation.ADMIT: _Application.admit,
     Operation.ALLOCATE: _Application.allocate,
     Operation.CACHE: _Application.cache,

@@ -19,6 +19,9 @@ from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import (
+    DECLARING,
+    LEAVING,
+    LOOKING_UP,
     MAX_CREDIT_ALLOCATIONS,
     MAX_ID_BYTES,
     MAX_OPERATION_GROUPS,
@@ -30,10 +33,6 @@ from kvpool.core.steps.columns import (
 )
 
 _WITHOUT_REQUEST: Final = frozenset((Operation.EVICT, Operation.RESET))
-_LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE))
-_DECLARING: Final = frozenset((*_LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
-"""Operations that can declare their request."""
-_LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 _OPERATIONS: Final = {int(operation): operation for operation in Operation}
 _COLUMNS: Final = (
     "request_numbers",
@@ -209,7 +208,7 @@ class _StepReader:
     def _read_prompts(self, rows: Sequence[Row | PoolRow]) -> None:
         """Reads the lengths of prompts, a column that is mostly empty."""
         for i, (row, num_tokens) in enumerate(zip(rows, self._step.num_prompt_tokens, strict=True)):
-            most = 0 if isinstance(row, PoolRow) or row.operation in _LEAVING else row.num_tokens
+            most = 0 if isinstance(row, PoolRow) or row.operation in LEAVING else row.num_tokens
             check_range(f"num_prompt_tokens[{i}]", num_tokens, 0, most)
             if isinstance(row, Row) and num_tokens:
                 row.num_prompt_tokens, row.is_plain = num_tokens, False
@@ -295,7 +294,7 @@ class _StepReader:
         return row
 
     def _declare(self, i: int, operation: Operation, number: int) -> Request:
-        if operation not in _DECLARING:
+        if operation not in DECLARING:
             raise InvalidArgumentError(f"declares[{i}]", f"{operation.name} declares no request")
         if number >= 0:  # negative: chosen by the server, for a request that steps cannot name
             check_range(f"request_numbers[{i}]", number, 1, MAX_REQUEST_NUMBER)
@@ -475,6 +474,6 @@ _CHECKS: Final[dict[Operation, Callable[[_StepReader, int, Row, _BlockIds], None
     Operation.ALLOCATE: _StepReader.check_allocation,
     Operation.CACHE: _StepReader.check_cache,
     Operation.FREE: _StepReader.note_free,
-    **dict.fromkeys(_LOOKING_UP, _StepReader.check_lookup),
+    **dict.fromkeys(LOOKING_UP, _StepReader.check_lookup),
 }
 """The checks of an operation after its growth, with its block ids per group."""

@@ -137,7 +137,7 @@ def restored_pool(
     by_number = {session.session_number: session for session in sessions}
     for request in snapshot.requests.values:
         by_number[request.session_number].restore_request(request)
-        pool.record_state_read(request)
+        pool.state_readers.record(request)
     for number, remembered in snapshot.results.values:
         by_number[number].restore_result(remembered)
     pool.in_flight.restore(snapshot.kept.values)

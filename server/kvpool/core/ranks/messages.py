@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final, NewType
 
-from kvpool.core.errors import InvalidArgumentError, check_range, check_size, size_bytes
+from kvpool.core.errors import InvalidArgumentError, check_range, check_size, fields_renamed, size_bytes
 from kvpool.core.ids import MAX_BLOCKS, PoolName
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanOptions
 from kvpool.core.specs.base import QUOTED_CHARACTERS, KVCacheSpec, MambaCacheMode
@@ -250,18 +250,17 @@ class Registration:
             raise InvalidArgumentError("available_bytes", "0: no memory is left for the KV cache", reason="NO_MEMORY")
         check_range("available_bytes", self.available_bytes, 1, MAX_AVAILABLE_BYTES)
         if self.declared:
-            self._check_declared(self.declared)
+            with fields_renamed("declared.{}".format):
+                self.declared.check()
+                check_range("size_bytes", self.declared.size_bytes, 1, self.available_bytes)
         check_range("layers", len(self.layers), 1, MAX_LAYERS)
         if self.held:
             check_range("held.epoch", self.held.epoch, 1, self.last_epoch)
             check_range("held.num_blocks", self.held.num_blocks, 2, MAX_BLOCKS)
         for name in ("device", "host"):
             check_size(name, getattr(self, name), _TEXT_BYTES)
-        try:
+        with fields_renamed(lambda field: f"options.{field.removeprefix('config.')}"):
             self.options.check()
-        except InvalidArgumentError as error:
-            error.rename_field(f"options.{error.field.removeprefix('config.')}")
-            raise
 
     def layer_field(self, name: str) -> str:
         """Returns the path of a layer in the registration, for errors."""
@@ -269,14 +268,6 @@ class Registration:
             return f'layers["{name}"]'
         i = next(i for i, group in enumerate(self.declared.config.groups) if name in group.layer_names)
         return f'declared.config.groups[{i}].spec.layers["{name}"]'
-
-    def _check_declared(self, declared: DeclaredMemory) -> None:
-        try:
-            declared.check()
-            check_range("size_bytes", declared.size_bytes, 1, self.available_bytes)
-        except InvalidArgumentError as error:
-            error.rename_field(f"declared.{error.field}")
-            raise
 
 
 @dataclass(frozen=True, slots=True)

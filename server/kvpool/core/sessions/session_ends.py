@@ -59,10 +59,6 @@ class SessionEnds:
         """All remembered ends, oldest first. `remember` them to make an equal object."""
         return list(self._ends.values())
 
-    def mark_incomplete(self) -> None:
-        """Records that sessions may have existed of which nothing is known."""
-        self.is_incomplete = True
-
     def error(self, session_id: str) -> KvpoolError:
         """Returns the error for a call whose session is not open."""
         end = self._ends.get(SessionId(session_id))

@@ -180,10 +180,6 @@ class KVCacheSpec:
         """Maximum number of blocks that one request holds at a time."""
         return -(-limits.max_model_len // self.span_tokens(limits.context_parallel_size))
 
-    def max_memory_bytes(self, limits: RequestLimits) -> int:
-        """Maximum number of bytes that one request holds at a time in one layer."""
-        return self.max_blocks(limits) * self.page_size_bytes
-
     def merged_with(self, others: Sequence["KVCacheSpec"]) -> "KVCacheSpec | None":
         """Returns the spec under which this layer and the others can share a group; None if there is none."""
         return self if all(other == self for other in others) else None

@@ -45,6 +45,12 @@ class Operation(IntEnum):
     __hash__ = int.__hash__
 
 
+LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE))
+DECLARING: Final = frozenset((*LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
+"""Operations that can declare their request."""
+LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
+
+
 class Outcome(IntEnum):
     """Outcome of an operation; numbers as on the wire."""
 

@@ -23,7 +23,7 @@ def pool_of(num_blocks: int, **options: Any) -> BlockPool:
 def cache(pool: BlockPool, *numbers: int) -> None:
     """Assigns each block a hash derived from its id."""
     hashes = [BlockHash(b"%d" % number) for number in numbers]
-    pool.cache_full_blocks(MapId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
+    pool.prefix_map.insert(MapId(0), ids(*numbers), hashes, SessionNumber(1), StepNumber(1))
     if pool.contents:
         pool.record_stored(ids(*numbers), BlockStored(tuple(hashes), None, array("I", numbers), 1, None, GroupId(0)))
 
