@@ -30,11 +30,13 @@ from kvpool.core.ids import PoolName
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     CrossAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
     SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -54,6 +56,7 @@ __all__ = [
     "BlockRemoved",
     "BlockStored",
     "ChunkedLocalAttentionSpec",
+    "CircularBufferSpec",
     "Client",
     "ComputedBlocks",
     "CrossAttentionSpec",
@@ -88,6 +91,7 @@ __all__ = [
     "ServerError",
     "Session",
     "SinkFullAttentionSpec",
+    "SlidingWindowMLASpec",
     "SlidingWindowSpec",
     "StepBuilder",
     "TlsConfig",

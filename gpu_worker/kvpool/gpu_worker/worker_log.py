@@ -1,4 +1,4 @@
-"""The log of a rank, one record per event. docs/reference/logs.md lists the events."""
+"""The log of a rank, one record per event. The built site lists the events."""
 
 import logging
 from typing import Final

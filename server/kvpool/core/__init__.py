@@ -1,4 +1,4 @@
-"""The allocator core: no I/O, no clock, no protobuf, no torch, standard library only, and a single writer.
+"""The allocator core: no I/O but that of `memory_probe`, no clock, no protobuf, no torch, standard library only, and a single writer.
 
 Every method is synchronous and all or nothing: it validates, then changes. Time, ids and randomness are arguments.
 Block events are return values.

@@ -1,4 +1,4 @@
-"""Prometheus metrics of pools, with their names, units and help texts; docs/reference/metrics.md lists them.
+"""Prometheus metrics of pools, with their names, units and help texts; the built site lists them.
 
 The number of label values is bounded: pools by `--max-pools`, groups by their pool, all others by lists in the code.
 """

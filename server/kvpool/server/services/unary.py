@@ -1,4 +1,4 @@
-"""Unary changes of a session: each is a step with one operation, so that the core has a single way in."""
+"""Results and field names of unary changes: each is a step with one operation, so that the core has a single way in."""
 
 import re
 from dataclasses import dataclass
