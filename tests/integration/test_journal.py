@@ -36,8 +36,8 @@ class Journaled:
     def start(self, **settings: object) -> None:
         max_bytes = settings.pop("journal_max_bytes", 2**30)
         self._settings |= settings
-        journal = {"folder": str(self.folder), "max_bytes": max_bytes, "retry_seconds": 0.05}
-        self.server = ServerProcess(self.address, journal=journal, **self._settings)
+        journal = {"folder": str(self.folder), "max_bytes": max_bytes}
+        self.server = ServerProcess(self.address, journal=journal, retry_seconds=0.05, **self._settings)
 
     def restart(self, **settings: object) -> None:
         self.server.kill()

@@ -1,7 +1,8 @@
 """`kvpool` for tests: `python -m support.server_program serve ...` has fault points, and settings without options.
 
 The environment variable KVPOOL_FAULTS arms the points; see `support.faults`. KVPOOL_SETTINGS holds attributes of
-`ServerConfig` as JSON, and `max_files`, the maximum number of open files.
+`ServerConfig` as JSON, `max_files`, the maximum number of open files, and `retry_seconds`, the time between attempts to
+begin a journal again.
 """
 
 import json
@@ -15,7 +16,7 @@ from unittest import mock
 from kvpool.cli import main
 from kvpool.server import app
 from kvpool.server.config import ServerConfig
-from kvpool.server.journal import folder
+from kvpool.server.journal import folder, journal
 from support import faults
 
 
@@ -35,6 +36,7 @@ def _main() -> None:
     settings = json.loads(os.environ.get("KVPOOL_SETTINGS", "{}"))
     if max_files := settings.pop("max_files", 0):
         resource.setrlimit(resource.RLIMIT_NOFILE, (max_files // 2, max_files))
+    mock.patch.object(journal, "RETRY_SECONDS", settings.pop("retry_seconds", journal.RETRY_SECONDS)).start()
     serve = app.serve
 
     def serve_configured(config: ServerConfig, ready: Any) -> Any:

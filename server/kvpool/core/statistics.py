@@ -42,14 +42,22 @@ class PrefixCacheStats:
 class RecentHitRate:
     """Hit rate over the last 1,000 look-ups since the last reset. Look-ups of preempted requests are excluded."""
 
-    __slots__ = ("_recent",)
+    __slots__ = ("_hits", "_queries", "_recent")
 
     def __init__(self) -> None:
-        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_REQUESTS)
+        self._recent: deque[tuple[int, int]] = deque()
+        self._queries = 0
+        self._hits = 0
 
     def observe(self, queries_tokens: int, hits_tokens: int) -> None:
         """Counts one look-up."""
         self._recent.append((queries_tokens, hits_tokens))
+        self._queries += queries_tokens
+        self._hits += hits_tokens
+        if len(self._recent) > RECENT_REQUESTS:
+            queries, hits = self._recent.popleft()
+            self._queries -= queries
+            self._hits -= hits
 
     def lookups(self) -> list[tuple[int, int]]:
         """Tokens queried and found by each of these look-ups. `observe` them to make an equal object."""
@@ -58,12 +66,12 @@ class RecentHitRate:
     def reset(self) -> None:
         """Removes all look-ups."""
         self._recent.clear()
+        self._queries = self._hits = 0
 
     @property
     def rate(self) -> float:
         """Tokens found per token queried, [0, 1]; 0 if no tokens were queried."""
-        queries_tokens = sum(queries for queries, _ in self._recent)
-        return sum(hits for _, hits in self._recent) / queries_tokens if queries_tokens else 0.0
+        return self._hits / self._queries if self._queries else 0.0
 
 
 @dataclass(slots=True)
