@@ -4,7 +4,7 @@ from typing import Final, assert_never
 
 from google.protobuf.message import DecodeError
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range, fields_renamed
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks import messages
@@ -100,11 +100,8 @@ def declared_from_proto(where: str, message: worker_pb2.DeclaredMemory) -> messa
     Raises:
         InvalidArgumentError: A spec is malformed, or an enum is unknown; names the field.
     """
-    try:
+    with fields_renamed(lambda field: f"{where}.{field}"):
         config = wire_pools.config_from_proto(message.config)
-    except InvalidArgumentError as error:
-        error.rename_field(f"{where}.{error.field}")
-        raise
     return messages.DeclaredMemory(config, message.size_bytes, tuple(sorted(message.fingerprint.items())))
 
 
