@@ -262,8 +262,8 @@ class Served:
                 for pool in allocator.pools
             ],
             (
-                allocator.pools.drain_state.is_server_drained,
-                sorted(allocator.pools.drain_state.drained_pools),
+                None in allocator.pools.drained,
+                sorted(filter(None, allocator.pools.drained)),
                 self.parts.shutdown.is_requested,
             ),
             [(name, repr(membership)) for name, membership in self.parts.pools.memberships.items()],
