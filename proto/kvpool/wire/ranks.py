@@ -179,9 +179,8 @@ def server_message_from_proto(response: worker_pb2.JoinResponse) -> messages.Ser
             return messages.Ready(**field_values(messages.Ready, response.ready))
         case "status":
             status = response.status
-            state = (
-                wire_pools.POOL_STATES.member(status.state) or messages.PoolState.DEGRADED
-            )  # a state of a newer server
+            # A state that only a newer server knows counts as degraded.
+            state = wire_pools.POOL_STATES.member(status.state) or messages.PoolState.DEGRADED
             return messages.PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
         case "fence":
             return messages.FenceSet(**field_values(messages.FenceSet, response.fence))
@@ -202,9 +201,6 @@ def _plan_to_proto(plan: messages.Planned) -> worker_pb2.Plan:
 def _config_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
     return KVCacheConfig(
         message.num_blocks,
-        tuple(
-            KVCacheTensor(tensor.size_bytes, tuple(tensor.shared_by), tuple(tensor.offsets_bytes))
-            for tensor in message.tensors
-        ),
+        tuple(KVCacheTensor(**field_values(KVCacheTensor, tensor)) for tensor in message.tensors),
         tuple(wire_pools.group_from_proto(f"plan.groups[{i}]", group) for i, group in enumerate(message.groups)),
     )
