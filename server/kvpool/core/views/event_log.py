@@ -90,12 +90,10 @@ class EventLog:
             raise InvalidArgumentError(
                 "from_sequence", f"{sequence} does not exist yet, {self.last_sequence + 1} is next"
             )
-        if sequence <= self.last_sequence - len(self._batches):
-            raise WrongStateError(
-                "EVENTS_NOT_KEPT",
-                f"batch {sequence} is no longer kept, {self.last_sequence - len(self._batches) + 1} is the oldest",
-                field="from_sequence",
-            )
+        oldest = self.last_sequence - len(self._batches) + 1
+        if sequence < oldest:
+            message = f"batch {sequence} is no longer kept, {oldest} is the oldest"
+            raise WrongStateError("EVENTS_NOT_KEPT", message, field="from_sequence")
 
     def kept(self, sequence: int) -> LoggedBatch:
         """Returns batch `sequence`, which exists.
