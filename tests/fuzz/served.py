@@ -262,8 +262,7 @@ class Served:
                 for pool in allocator.pools
             ],
             (
-                None in allocator.pools.drained,
-                sorted(filter(None, allocator.pools.drained)),
+                sorted(allocator.pools.drained, key=lambda name: name or ""),
                 self.parts.shutdown.is_requested,
             ),
             [(name, repr(membership)) for name, membership in self.parts.pools.memberships.items()],
