@@ -45,7 +45,7 @@ class Grammar(RequestGrammar):
         self._sources: Final[dict[str, Callable[[], Any]]] = {
             "pool_name": self._name,
             "ListSessionsRequest.pool_name": self._name_or_all,
-            "UndrainRequest.pool_name": lambda: rng.choice([*served.state.pools.drain_state.drained_pools, ""]),
+            "UndrainRequest.pool_name": lambda: rng.choice([*filter(None, served.state.pools.drained), ""]),
             "RemovePoolRequest.pool_name": self._stray,
             "WatchRequest.pool_name": lambda: rng.choice([each.config.name for each in self._watched()] or POOL_NAMES),
             "session_id": lambda: "none",

@@ -262,8 +262,7 @@ class Served:
                 for pool in allocator.pools
             ],
             (
-                allocator.pools.drain_state.is_server_drained,
-                sorted(allocator.pools.drain_state.drained_pools),
+                sorted(allocator.pools.drained, key=lambda name: name or ""),
                 self.parts.shutdown.is_requested,
             ),
             [(name, repr(membership)) for name, membership in self.parts.pools.memberships.items()],

@@ -21,6 +21,7 @@ from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.wire.address import check_address
 from kvpool.wire.channels import ClientCredentials
+from kvpool.wire.secret_file import read_secret
 
 if TYPE_CHECKING:
     from kvpool.gpu_worker.lent_rank import LentRank
@@ -129,15 +130,10 @@ class LendingFlags:
             await rank.stop(keeps_memory=keeps_memory)
 
     def _token(self) -> str:
-        if self.lend_token_file is None:
-            return ""
         try:
-            token = self.lend_token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise click.ClickException(f"--lend-token-file: {self.lend_token_file}: {error}") from error
-        if not token:
-            raise click.ClickException(f"--lend-token-file: {self.lend_token_file} is empty")
-        return token
+            return read_secret("--lend-token-file", self.lend_token_file) if self.lend_token_file else ""
+        except ValueError as error:
+            raise click.ClickException(str(error)) from error
 
 
 def _warn_if_declared(settings: WorkerSettings) -> None:

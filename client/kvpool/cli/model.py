@@ -20,18 +20,20 @@ _POWERS: Final = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 _MODEL_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _AUTO: Final = "auto"
 _ENCODER_TOKENS: Final = 1500
+
+
+def own_flags(*fields: str) -> dict[str, str]:
+    """The flags of fields that are named as their fields."""
+    return {field: f"--{field.replace('_', '-')}" for field in fields}
+
+
 FLAGS: Final = {
-    "like": "--like",
-    "backend": "--backend",
-    "block_size": "--block-size",
-    "kv_dtype": "--kv-dtype",
+    **own_flags("like", "backend", "block_size", "kv_dtype", "max_model_len", "block_outermost"),
     "tensor_parallel_size": "--tp",
     "pipeline_parallel_size": "--pp",
     "decode_context_parallel_size": "--dcp",
-    "max_model_len": "--max-model-len",
     "num_blocks_override": "--num-blocks",
     "disable_hybrid_kv_cache_manager": "--no-hybrid",
-    "block_outermost": "--block-outermost",
 }
 """The flag of each field that an error of the planner can name."""
 

@@ -11,10 +11,10 @@ from kvpool.cli.access import access_options, allowed_plaintext, current_access
 from kvpool.cli.endpoints import Endpoints
 from kvpool.cli.lending import LendingFlags, lending_options
 from kvpool.cli.logs import log_options, start_logging
-from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options
+from kvpool.cli.model import FLAGS, ModelFlags, byte_size, model_options, own_flags
 from kvpool.cli.options import enum_option
 from kvpool.cli.settings import config_option, take_config
-from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.errors import InvalidArgumentError, fields_renamed
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.core.specs.base import AttentionSpec, KVCacheSpec
 from kvpool.core.specs.kinds import EncoderOnlyAttentionSpec
@@ -31,17 +31,10 @@ from kvpool.wire.address import DEFAULT_ADDRESS
 
 _FLAGS: Final = {
     **FLAGS,
-    "server": "--server",
-    "pool": "--pool",
-    "rank": "--rank",
-    "world_size": "--world-size",
-    "device": "--device",
+    **own_flags("server", "pool", "rank", "world_size", "device", "gpu_memory_utilization"),
+    **own_flags("layout", "lend", "lend_folder"),
     "memory_bytes": "--memory",
-    "gpu_memory_utilization": "--gpu-memory-utilization",
     "reserve_bytes": "--reserve",
-    "layout": "--layout",
-    "lend": "--lend",
-    "lend_folder": "--lend-folder",
 }
 
 
@@ -110,7 +103,7 @@ def worker(
     flags = take_config(options, ModelFlags)
     layout = options.pop("layout")
     endpoints = Endpoints.parse(options.pop("metrics_listen"), options.pop("health_listen"), allowed_plaintext())
-    try:
+    with fields_renamed(lambda field: _FLAGS.get(field, field)):
         if lending.lend:
             lending.refuse_planned(click.get_current_context())
             with _torch_named():
@@ -120,9 +113,6 @@ def worker(
         settings = _settings(flags, derived, options)
         layers = split_stages(derived, flags.pp)[settings.rank // flags.tp]
         _run(settings, layers, layout, endpoints)
-    except InvalidArgumentError as error:
-        error.rename_field(_FLAGS.get(error.field, error.field))
-        raise
 
 
 def _settings(flags: ModelFlags, model: Model, options: dict[str, Any]) -> WorkerSettings:

@@ -6,9 +6,9 @@ An engine that embeds a `Worker` and serves metrics itself registers the collect
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Final, Protocol
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
 from kvpool.core.ranks.messages import PoolState
@@ -16,9 +16,28 @@ from kvpool.gpu_worker.rank_protocol import Phase
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.wire.http_server import HttpServer
+from kvpool.wire.metric_families import Row, families, family
 from kvpool.wire.metrics_pages import MetricsPages, Readiness
 
 _LABELS = ("pool", "rank")
+_STATUS: Final[dict[str, Row[WorkerStatus]]] = {
+    "kvpool_worker_epoch": Row("The epoch whose steps may run; 0 for none.", "epoch"),
+    "kvpool_worker_blocks": Row("Number of blocks of the pool in that epoch.", "num_blocks"),
+}
+_USAGE: Final[dict[str, Row[WorkerUsage]]] = {
+    "kvpool_worker_allocated_bytes": Row("Memory of the rank's tensors.", "allocated_bytes"),
+    "kvpool_worker_available_bytes": Row(
+        "Memory that the tensors may take, as reported to the server.", "available_bytes"
+    ),
+    "kvpool_worker_steps_in_flight": Row(
+        "Admitted steps that are not done; blocks of an ended session wait for its steps.", "steps_in_flight"
+    ),
+    "kvpool_worker_mapping_processes": Row(
+        "Processes that may map the memory, of a rank that lends it.", "mapping_processes"
+    ),
+    "kvpool_worker_heartbeats_total": Row("Heartbeats of the rank that the server answered.", "heartbeats"),
+    "kvpool_worker_joins_total": Row("Streams on which the server accepted the rank.", "joins"),
+}
 
 
 class Observed(Protocol):
@@ -45,72 +64,39 @@ class WorkerCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Reads all metrics."""
-        status, usage = self._worker.status, self._worker.usage
-        phases = {phase.value: float(phase is status.phase) for phase in Phase}
-        yield self._gauges("kvpool_worker_state", "1 for the current phase of the rank, else 0.", "state", phases)
-        yield self._gauges(
+        status, usage, memory = self._worker.status, self._worker.usage, self._worker.device_memory()
+        yield from families(_STATUS, _LABELS, [(self._labels, status)])
+        yield from families(_USAGE, _LABELS, [(self._labels, usage)])
+        phases = {phase.value: phase is status.phase for phase in Phase}
+        yield self._by_label("kvpool_worker_state", "1 for the current phase of the rank, else 0.", "state", phases)
+        yield self._by_label(
             "kvpool_worker_pool_state",
             "1 for the state of the pool as the server last reported it, else 0.",
             "state",
-            {state.value: float(state is status.pool_state) for state in PoolState},
+            {state.value: state is status.pool_state for state in PoolState},
         )
-        yield self._gauge("kvpool_worker_epoch", "The epoch whose steps may run; 0 for none.", status.epoch)
-        yield self._gauge("kvpool_worker_blocks", "Number of blocks of the pool in that epoch.", status.num_blocks)
-        yield self._gauge("kvpool_worker_allocated_bytes", "Memory of the rank's tensors.", usage.allocated_bytes)
-        yield self._gauge(
-            "kvpool_worker_available_bytes",
-            "Memory that the tensors may take, as reported to the server.",
-            usage.available_bytes,
-        )
-        memory = self._worker.device_memory()
-        yield self._gauges(
+        yield self._by_label(
             "kvpool_worker_device_memory_bytes",
             "Memory of the rank's device, for all processes; on CPU of the machine, within the control group's limit.",
             "kind",
             {"total": memory.total_bytes, "free": memory.free_bytes},
         )
-        yield self._gauge(
-            "kvpool_worker_steps_in_flight",
-            "Admitted steps that are not done; blocks of an ended session wait for its steps.",
-            usage.steps_in_flight,
-        )
-        yield self._gauge(
-            "kvpool_worker_mapping_processes",
-            "Processes that may map the memory, of a rank that lends it.",
-            usage.mapping_processes,
-        )
-        yield self._counter(
-            "kvpool_worker_heartbeats", "Heartbeats of the rank that the server answered.", usage.heartbeats
-        )
-        yield self._gauge(
+        beat_seconds = usage.last_heartbeat_seconds
+        yield family(
             "kvpool_worker_last_heartbeat_timestamp_seconds",
             "Time of the last answered heartbeat, since 1970; absent before the first.",
-            usage.last_heartbeat_seconds,
+            _LABELS,
+            [] if beat_seconds is None else [(self._labels, beat_seconds)],
         )
-        yield self._counter("kvpool_worker_joins", "Streams on which the server accepted the rank.", usage.joins)
 
     def readiness(self) -> Readiness:
         """Returns whether the rank is part of a ready pool."""
         status = self._worker.status
         return Readiness(status.is_serving, "" if status.is_serving else status.describe().replace("\n", " "))
 
-    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        """A gauge for each value of a label."""
-        family = GaugeMetricFamily(name, text, labels=(*_LABELS, label))
-        for label_value, value in values.items():
-            family.add_metric((*self._labels, label_value), value)
-        return family
-
-    def _gauge(self, name: str, text: str, value: float | None) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=_LABELS)
-        if value is not None:
-            family.add_metric(self._labels, value)
-        return family
-
-    def _counter(self, name: str, text: str, value: int) -> Metric:
-        family = CounterMetricFamily(name, text, labels=_LABELS)
-        family.add_metric(self._labels, value)
-        return family
+    def _by_label(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        samples = [((*self._labels, label_value), value) for label_value, value in values.items()]
+        return family(name, text, (*_LABELS, label), samples)
 
 
 @contextmanager

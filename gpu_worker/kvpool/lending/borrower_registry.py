@@ -385,9 +385,8 @@ class BorrowerRegistry:
     def _send(self, borrower: Borrower, link: Link) -> None:
         link.num_fences += 1
         admission = self._admission
-        epoch = (
-            admission.epoch if borrower.epoch == admission.epoch else 0
-        )  # it has not mapped the memory of this epoch
+        # No epoch if the process has not mapped the memory of this one.
+        epoch = admission.epoch if borrower.epoch == admission.epoch else 0
         live = tuple(sorted(admission.live))
         link.send(FenceSent(link.num_fences, epoch, admission.last_session_number, live))
 

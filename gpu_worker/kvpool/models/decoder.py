@@ -62,11 +62,8 @@ def _attention_layers(ctx: Context, family: Family, kinds: Sequence[str]) -> lis
     attending = [i for i, kind in enumerate(kinds[: max(num_own, 0)]) if kind in ATTENDING]
     if family.is_latent and ctx.keys.flag("use_mla", default=True):
         return _latent_layers(ctx, family, attending)
-    layers = []
-    for i in attending:
-        make_spec = _spec_maker(ctx, family, i, kinds[i])
-        layers.append(make_layer(i, f"model.layers.{i}.self_attn.attn", make_spec))
-    return layers
+    makers = ((i, _spec_maker(ctx, family, i, kinds[i])) for i in attending)
+    return [make_layer(i, f"model.layers.{i}.self_attn.attn", make_spec) for i, make_spec in makers]
 
 
 def _latent_layers(ctx: Context, family: Family, attending: Sequence[int]) -> list[Layer]:

@@ -53,11 +53,9 @@ def _listed(keys: Reader) -> list[str]:
     for key in _LISTS:
         if keys.has(key):
             return _of_length(keys, key, _named(keys.field(key), keys.texts(key), NAMES))
-    if keys.has("hybrid_override_pattern"):
-        key = "hybrid_override_pattern"
+    if keys.has(key := "hybrid_override_pattern"):
         return _of_length(keys, key, _named(keys.field(key), keys.text(key), _PATTERN))
-    if keys.has("hybrid_layer_pattern"):
-        key = "hybrid_layer_pattern"
+    if keys.has(key := "hybrid_layer_pattern"):
         return _of_length(keys, key, [SLIDING if is_local else FULL for is_local in keys.integers(key)])
     return []
 

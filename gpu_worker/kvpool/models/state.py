@@ -41,43 +41,29 @@ class _Mamba2Keys(NamedTuple):
     """Keys of the sizes of a Mamba-2 layer over all ranks: heads, groups of heads that share projections, and so on.
 
     Attributes:
-        telling: Keys that no other kind of state has.
+        telling: Keys that no other kind of state has; empty if those of heads and groups are.
     """
 
-    telling: tuple[str, ...]
     num_heads: str
     num_groups: str
     state_size: str
     conv_kernel: str
     head_size: str
+    telling: tuple[str, ...] = ()
 
 
 _MAMBA2: Final = (
+    _Mamba2Keys("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_head"),
+    _Mamba2Keys("n_mamba_heads", "mamba_ngroups", "mamba_d_state", "mamba_d_conv", "mamba_headdim"),
     _Mamba2Keys(
-        ("mamba_n_heads", "mamba_n_groups"),
-        "mamba_n_heads",
-        "mamba_n_groups",
-        "mamba_d_state",
-        "mamba_d_conv",
-        "mamba_d_head",
-    ),
-    _Mamba2Keys(
-        ("n_mamba_heads", "mamba_ngroups"),
-        "n_mamba_heads",
-        "mamba_ngroups",
-        "mamba_d_state",
-        "mamba_d_conv",
-        "mamba_headdim",
-    ),
-    _Mamba2Keys(
-        ("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
         "mamba_num_heads",
         "n_groups",
         "ssm_state_size",
         "conv_kernel",
         "mamba_head_dim",
+        telling=("mamba_num_heads", "mamba_head_dim", "ssm_state_size"),
     ),
-    _Mamba2Keys(("num_heads", "n_groups"), "num_heads", "n_groups", "state_size", "conv_kernel", "head_dim"),
+    _Mamba2Keys("num_heads", "n_groups", "state_size", "conv_kernel", "head_dim"),
 )
 _MAMBA1: Final = (("mamba_d_state", "mamba_d_conv"), ("state_size", "conv_kernel"))
 """Keys of the elements of a Mamba state per channel, and of the tokens in the window of its convolution."""
@@ -95,7 +81,7 @@ def read_state(ctx: Context) -> State:
         if keys.has(key):
             return read(ctx)
     for names in _MAMBA2:
-        if any(map(keys.has, names.telling)):
+        if any(map(keys.has, names.telling or (names.num_heads, names.num_groups))):
             return _mamba2(ctx, names)
     for state_key, conv_key in _MAMBA1:
         if keys.has(state_key) or keys.has(conv_key):

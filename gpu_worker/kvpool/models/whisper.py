@@ -11,10 +11,8 @@ def whisper(ctx: Context) -> list[Layer]:
     """All encoder layers, which belong to the stage of the first decoder layer, then two layers per decoder layer."""
     encoder = _heads(ctx, "encoder_attention_heads")
     decoder = _heads(ctx, "decoder_attention_heads")
-    layers = []
-    for i in range(ctx.keys.layers("encoder_layers")):
-        name = f"model.encoder.layers.{i}.self_attn.attn"
-        layers.append(make_layer(0, name, partial(encoder.spec, EncoderOnlyAttentionSpec)))
+    names = [f"model.encoder.layers.{i}.self_attn.attn" for i in range(ctx.keys.layers("encoder_layers"))]
+    layers = [make_layer(0, name, partial(encoder.spec, EncoderOnlyAttentionSpec)) for name in names]
     for i in range(ctx.keys.layers("decoder_layers")):
         layer = f"model.decoder.layers.{i}"
         layers.append(make_layer(i, f"{layer}.self_attn.attn", partial(decoder.spec, FullAttentionSpec)))

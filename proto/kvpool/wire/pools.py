@@ -81,10 +81,8 @@ def hash_scheme_from_proto(where: str, scheme: pool_pb2.HashScheme) -> HashSchem
         raise InvalidArgumentError(f"{where}.key_form", f"{scheme.key_form} is unknown")
     return HashScheme(
         algorithm=scheme.algorithm or "sha256_cbor",
-        size_bytes=scheme.size_bytes,
-        none_hash=scheme.none_hash,
         key_form=key_form,
-        num_lookahead_tokens=scheme.num_lookahead_tokens,
+        **field_values(HashScheme, scheme, ("algorithm", "key_form")),
     )
 
 

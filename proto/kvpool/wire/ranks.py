@@ -4,7 +4,7 @@ from typing import Final, assert_never
 
 from google.protobuf.message import DecodeError
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_range, fields_renamed
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks import messages
@@ -100,11 +100,8 @@ def declared_from_proto(where: str, message: worker_pb2.DeclaredMemory) -> messa
     Raises:
         InvalidArgumentError: A spec is malformed, or an enum is unknown; names the field.
     """
-    try:
+    with fields_renamed(lambda field: f"{where}.{field}"):
         config = wire_pools.config_from_proto(message.config)
-    except InvalidArgumentError as error:
-        error.rename_field(f"{where}.{error.field}")
-        raise
     return messages.DeclaredMemory(config, message.size_bytes, tuple(sorted(message.fingerprint.items())))
 
 
@@ -182,9 +179,8 @@ def server_message_from_proto(response: worker_pb2.JoinResponse) -> messages.Ser
             return messages.Ready(**field_values(messages.Ready, response.ready))
         case "status":
             status = response.status
-            state = (
-                wire_pools.POOL_STATES.member(status.state) or messages.PoolState.DEGRADED
-            )  # a state of a newer server
+            # A state that only a newer server knows counts as degraded.
+            state = wire_pools.POOL_STATES.member(status.state) or messages.PoolState.DEGRADED
             return messages.PoolStatus(state, status.epoch, tuple(status.absent_ranks), status.heartbeat_sequence)
         case "fence":
             return messages.FenceSet(**field_values(messages.FenceSet, response.fence))
@@ -205,9 +201,6 @@ def _plan_to_proto(plan: messages.Planned) -> worker_pb2.Plan:
 def _config_from_proto(message: worker_pb2.Plan) -> KVCacheConfig:
     return KVCacheConfig(
         message.num_blocks,
-        tuple(
-            KVCacheTensor(tensor.size_bytes, tuple(tensor.shared_by), tuple(tensor.offsets_bytes))
-            for tensor in message.tensors
-        ),
+        tuple(KVCacheTensor(**field_values(KVCacheTensor, tensor)) for tensor in message.tensors),
         tuple(wire_pools.group_from_proto(f"plan.groups[{i}]", group) for i, group in enumerate(message.groups)),
     )

@@ -6,7 +6,7 @@ from typing import Any, Final
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
-from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.errors import InvalidArgumentError, fields_renamed
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import KIND_NAMES, MambaSpec, UniformTypeKVCacheSpecs
 from kvpool.v1 import spec_pb2
@@ -31,16 +31,13 @@ def spec_from_proto(where: str, message: spec_pb2.KvCacheSpec) -> KVCacheSpec:
     name = message.WhichOneof("kind")
     if name is None:
         raise InvalidArgumentError(where, "is not set, or of a kind that this server does not know")
-    try:
+    with fields_renamed(lambda field: f"{where}.{name}.{_wire_field(getattr(message, name).DESCRIPTOR, field)}"):
         if name == "mamba":
             return _mamba_from_proto(message.mamba)
         if name == "uniform_type":
             layers = tuple(_layer_from_proto(i, layer) for i, layer in enumerate(message.uniform_type.layers))
             return UniformTypeKVCacheSpecs(message.uniform_type.block_size, layers)
         return _KINDS[name](**_flat_values(getattr(message, name)))
-    except InvalidArgumentError as error:
-        error.rename_field(f"{where}.{name}.{_wire_field(getattr(message, name).DESCRIPTOR, error.field)}")
-        raise
 
 
 def _layer_from_proto(i: int, layer: spec_pb2.LayerSpec) -> tuple[str, KVCacheSpec]:

@@ -181,14 +181,14 @@ class ResetPrefixCache(Command[bool]):
 
 @dataclass(frozen=True, slots=True)
 class Drain(Command[None]):
-    """Stops accepting new sessions in a pool, or in all; see `DrainState.drain`."""
+    """Stops accepting new sessions in a pool, or in all; see `PoolRegistry.drained`."""
 
     pool_name: PoolName | None
 
 
 @dataclass(frozen=True, slots=True)
 class Undrain(Command[None]):
-    """Accepts new sessions again; see `DrainState.undrain`."""
+    """Accepts new sessions again; see `PoolRegistry.drained`."""
 
     pool_name: PoolName | None
 

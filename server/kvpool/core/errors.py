@@ -131,6 +131,12 @@ def check_size(field: str, text: str, max_bytes: int) -> None:
         raise InvalidArgumentError(field, f"longer than {max_bytes} bytes")
 
 
+def check_setting(name: str, value: float, low: float, high: float) -> None:
+    """Raises ValueError if a value of a configuration is not in [low, high]."""
+    if not low <= value <= high:
+        raise ValueError(f"{name}: {value} is not in [{low}, {high}]")
+
+
 def check_range(field: str, value: _Number, low: _Number, high: _Number) -> _Number:
     """Returns `value` if it is in [low, high].
 

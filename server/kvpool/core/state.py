@@ -113,8 +113,8 @@ class State:
                 pools=[pool_snapshot(pool) for pool in self.pools],
                 rank_groups=Column(list(self.pools.rank_groups.items()), slice_length=1),
                 past_epoch=self.pools.past_epoch,
-                is_server_drained=self.pools.drain_state.is_server_drained,
-                drained_pools=self.pools.drain_state.drained_pools.copy(),
+                is_server_drained=None in self.pools.drained,
+                drained_pools={name for name in self.pools.drained if name is not None},
                 keyed_sessions=self.sessions.keyed(),
                 ends=Column(self.sessions.ends.all(), slice_length=256),
                 is_incomplete=self.sessions.ends.is_incomplete,
@@ -138,8 +138,7 @@ class State:
             self.pools.add(restored_pool(each, self.new_block_lifetimes(), self._sample_key))
         self.pools.rank_groups = dict(snapshot.rank_groups.values)
         self.pools.past_epoch = snapshot.past_epoch
-        self.pools.drain_state.is_server_drained = snapshot.is_server_drained
-        self.pools.drain_state.drained_pools = snapshot.drained_pools
+        self.pools.drained = {*snapshot.drained_pools, *([None] if snapshot.is_server_drained else [])}
         self.sessions.restore(self.pools, snapshot.keyed_sessions)
         self.sessions.last_number = SessionNumber(snapshot.last_session_number)
         for end in snapshot.ends.values:
@@ -234,11 +233,11 @@ class State:
 
     @handles(commands.Drain)
     def _drain(self, command: commands.Drain, _: float) -> None:
-        self.pools.drain_state.drain(command.pool_name)
+        self.pools.drained.add(command.pool_name)
 
     @handles(commands.Undrain)
     def _undrain(self, command: commands.Undrain, _: float) -> None:
-        self.pools.drain_state.undrain(command.pool_name)
+        self.pools.drained.discard(command.pool_name)
 
     # Sessions
 
@@ -263,7 +262,7 @@ class State:
             return commands.SessionOpened(found, is_new=False)
         pool = self.pools.get(command.pool_name)
         check_memory_id(command.memory_id, has_ranks=pool.config.name in self.pools.rank_groups)
-        self.pools.drain_state.check(pool.config.name)
+        self.pools.check_accepts_sessions(pool.config.name)
         pool.check_serving()
         starts_epoch = needs_new_epoch(pool, command.memory_id)
         pool.quotas.check(command.quota)

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Final
 from urllib.parse import urlsplit
 
+from kvpool.core.errors import check_setting
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.ranks.messages import RankTiming
 from kvpool.core.sessions.session import LeaseBounds
@@ -35,8 +36,7 @@ class MetricsConfig:
     def __post_init__(self) -> None:
         if self.address:
             host_and_port("metrics_listen", self.address)
-        if not 0 <= self.block_sample_rate <= 1:
-            raise ValueError(f"block_sample_rate: {self.block_sample_rate} is not in [0, 1]")
+        check_setting("block_sample_rate", self.block_sample_rate, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,7 @@ class TracingConfig:
     slow_seconds: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.slow_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"trace_slow_seconds: {self.slow_seconds} is not in [0, 3600]")
+        check_setting("trace_slow_seconds", self.slow_seconds, 0, 3600)
         if not self.endpoint:
             return
         url = urlsplit(self.endpoint)
@@ -130,9 +129,8 @@ class ServerConfig:
                 check_address(address)
             except ValueError as error:
                 raise ValueError(f"listen: {error}") from error
-        for name, (low, high) in _RANGES.items():
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
+        for name, bounds in _RANGES.items():
+            check_setting(name, getattr(self, name), *bounds)
         if self.limits.max_waiting_bytes < self.max_message_bytes:
             raise ValueError(f"max_waiting_bytes: must be at least max_message_bytes, {self.max_message_bytes}")
         if self.cluster.url and not self.journal.folder:

@@ -29,7 +29,7 @@ class Shutdown:
 
     Attributes:
         is_stopping: Whether the server has started to stop. An operator's drain of pools is a different state:
-            `DrainState`.
+            `PoolRegistry`.
     """
 
     def __init__(self, count_sessions: Callable[[], int], now_seconds: Callable[[], float] = time.monotonic) -> None:

@@ -88,7 +88,7 @@ class Status:
         parts = self._parts
         if parts.shutdown.is_about_to_stop:
             return Readiness(is_ready=False, detail="the server is stopping")
-        if parts.state.pools.drain_state.is_server_drained:
+        if None in parts.state.pools.drained:
             return Readiness(is_ready=False, detail="the server is drained")
         if self._shard and (refusal := self._shard.refusal()):
             return Readiness(is_ready=self._shard.replica.is_following, detail=f"standby: {refusal}")

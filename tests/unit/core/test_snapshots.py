@@ -153,7 +153,7 @@ def test_a_state_that_is_replaced_is_the_other_one_in_the_same_objects() -> None
     state.replace(other)
     assert_alike(expected, state)
     assert (state.pools, state.sessions, state.new_block_lifetimes) == (pools, sessions, lifetimes)
-    assert state.pools.drain_state.is_server_drained
+    assert None in state.pools.drained
     assert state.lost_may_run
     (pool,) = state.pools
     state.undrain(None)

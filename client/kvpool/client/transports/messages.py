@@ -22,19 +22,14 @@ from kvpool.v1.pool_pb2 import PoolInfo, PoolState, RankState
 from kvpool.wire import pools as wire_pools
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.errors import DeadlineError
+from kvpool.wire.fields import EnumNumbers
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
 from kvpool.wire.readable import word
 
 _AWAY_STATES: Final = (RankState.RANK_STATE_ABSENT, RankState.RANK_STATE_SILENT, RankState.RANK_STATE_LOST)
 _MAX_SHOWN_RANKS: Final = 16
 
-_KINDS: Final = {
-    event_pb2.WATCH_RESPONSE_KIND_START: WatchKind.START,
-    event_pb2.WATCH_RESPONSE_KIND_BATCH: WatchKind.BATCH,
-    event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT: WatchKind.SNAPSHOT,
-    event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END: WatchKind.SNAPSHOT_END,
-    event_pb2.WATCH_RESPONSE_KIND_HEARTBEAT: WatchKind.HEARTBEAT,
-}
+_KINDS: Final = EnumNumbers(WatchKind, event_pb2.WatchResponseKind)
 
 
 def create_pool_request(config: PoolConfig, memory_id: str = "") -> allocator_pb2.CreatePoolRequest:
@@ -119,7 +114,7 @@ def read_batch(response: event_pb2.WatchResponse) -> EventBatch:
     return EventBatch(
         response.sequence,
         tuple(event for event in events if event is not None),
-        _KINDS.get(response.kind, WatchKind.BATCH),
+        _KINDS.member(response.kind) or WatchKind.BATCH,
         response.epoch,
         response.boot_id,
         response.time_seconds,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvpool.wire.channels import ACCESS_VARIABLES
+from kvpool.wire.secret_file import read_secret
 
 KEY: Final = "kvpool"
 """Key of the settings in `additional_config`."""
@@ -141,15 +142,7 @@ class Settings:
             ValueError: The file cannot be read, or is empty.
         """
         path = os.environ.get(_CREDENTIAL_FILE)
-        if not path:
-            return ""
-        try:
-            token = Path(path).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{_CREDENTIAL_FILE}: {path}: {error}") from None
-        if not token:
-            raise ValueError(f"{_CREDENTIAL_FILE}: {path} is empty")
-        return token
+        return read_secret(_CREDENTIAL_FILE, Path(path)) if path else ""
 
 
 def pool_of_model(model: str) -> str:

@@ -2,28 +2,32 @@
 
 1. A pool's name stands for one configuration until the pool is removed, or until its ranks form it again.
 2. A pool created after a removed pool has a higher epoch.
+3. A pool accepts sessions if neither the pool nor the server is drained. Draining does not affect open sessions; only
+   opening a session is refused.
 """
 
 from collections.abc import Iterator
+from typing import Final
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
-from kvpool.core.errors import NotFoundError
+from kvpool.core.errors import NotFoundError, UnavailableError
 from kvpool.core.ids import PoolName, SessionNumber
-from kvpool.core.pools.drain_state import DrainState
 from kvpool.core.ranks.messages import PoolState, RankGroup
+
+DRAINED_RETRY_SECONDS: Final = 5.0
 
 
 class PoolRegistry:
     """Pools by name. Iterates over them in the order of their creation.
 
     Attributes:
-        drain_state: The drained pools.
+        drained: The pools that are drained by name; None among them for the whole server.
         past_epoch: Highest epoch of the removed pools; the epoch of a new pool must be higher.
         rank_groups: The state of each pool's ranks that a restarted server needs.
     """
 
     def __init__(self) -> None:
-        self.drain_state = DrainState()
+        self.drained: set[PoolName | None] = set()
         self.past_epoch = 0
         self.rank_groups: dict[PoolName, RankGroup] = {}
         self._by_name: dict[PoolName, KVCacheManager] = {}
@@ -58,11 +62,22 @@ class PoolRegistry:
         del self._by_name[name]
         self.past_epoch = max(self.past_epoch, pool.epoch)
         self.rank_groups.pop(name, None)
-        self.drain_state.undrain(name)
+        self.drained.discard(name)
+
+    def accepts_sessions(self, name: PoolName) -> bool:
+        """Whether a pool accepts new sessions."""
+        return self.drained.isdisjoint((None, name))
+
+    def check_accepts_sessions(self, name: PoolName) -> None:
+        """Raises UnavailableError if a pool accepts no new sessions."""
+        if not self.accepts_sessions(name):
+            drained = "the server" if None in self.drained else f"pool {name!r}"
+            message = f"{drained} is drained and takes no new sessions"
+            raise UnavailableError("DRAINED", message, field="pool_name", retry_seconds=DRAINED_RETRY_SECONDS)
 
     def state_of(self, pool: KVCacheManager) -> PoolState:
         """Returns the state of a pool, without that of its ranks."""
-        if not self.drain_state.accepts_sessions(pool.config.name):
+        if not self.accepts_sessions(pool.config.name):
             return PoolState.DRAINING
         return PoolState.DEGRADED if pool.is_suspended else PoolState.READY
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Final, NewType
 
-from kvpool.core.errors import InvalidArgumentError, check_range, check_size, fields_renamed, size_bytes
+from kvpool.core.errors import InvalidArgumentError, check_range, check_setting, check_size, fields_renamed, size_bytes
 from kvpool.core.ids import MAX_BLOCKS, PoolName
 from kvpool.core.planning.plan import KVCacheConfig, Plan, PlanOptions
 from kvpool.core.specs.base import QUOTED_CHARACTERS, KVCacheSpec, MambaCacheMode
@@ -76,14 +76,12 @@ class RankTiming:
     grace_seconds: float = 120.0
 
     def __post_init__(self) -> None:
-        if not 0.01 <= self.heartbeat_seconds <= 3600:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"heartbeat_seconds: {self.heartbeat_seconds} is not in [0.01, 3600]")
+        check_setting("heartbeat_seconds", self.heartbeat_seconds, 0.01, 3600)
         if not 2 * self.heartbeat_seconds <= self.heartbeat_timeout_seconds <= 3600:  # noqa: PLR2004 - the message states it
             raise ValueError(
                 f"heartbeat_timeout_seconds: {self.heartbeat_timeout_seconds} is not in [2 x heartbeat_seconds, 3600]"
             )
-        if not 0 <= self.grace_seconds <= 86_400:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"rank_grace_seconds: {self.grace_seconds} is not in [0, 86400]")
+        check_setting("rank_grace_seconds", self.grace_seconds, 0, 86_400)
 
 
 @dataclass(frozen=True, slots=True)

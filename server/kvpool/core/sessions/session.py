@@ -16,7 +16,7 @@ from hashlib import sha256
 from math import inf
 from typing import Final
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_size
+from kvpool.core.errors import InvalidArgumentError, WrongStateError, check_setting, check_size
 from kvpool.core.ids import MapId, RequestId, RequestNumber, Scope, SessionId, SessionNumber, StepNumber
 from kvpool.core.sessions.request import BlockCopy, Holding, Request, RequestsCopy
 from kvpool.core.snapshots import left_out
@@ -47,8 +47,7 @@ class LeaseBounds:
     default_lease_seconds: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0.1 <= self.min_lease_seconds <= 86400:  # noqa: PLR2004 - the message states it
-            raise ValueError(f"min_lease_seconds: {self.min_lease_seconds} is not in [0.1, 86400]")
+        check_setting("min_lease_seconds", self.min_lease_seconds, 0.1, 86400)
         if not self.min_lease_seconds <= self.max_lease_seconds <= 86400:  # noqa: PLR2004 - the message states it
             raise ValueError(f"max_lease_seconds: {self.max_lease_seconds} is not in [min_lease_seconds, 86400]")
         if not self.min_lease_seconds <= self.default_lease_seconds <= self.max_lease_seconds:

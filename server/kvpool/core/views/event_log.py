@@ -48,18 +48,16 @@ class EventLog:
         kept_batches: Maximum number of batches kept.
         kept_bytes: Approximate maximum memory of the batches kept; the newest batch is always kept.
         past_sequence: A number that no watcher can have requested yet, if a pool of the same name existed before.
+
+    Attributes:
+        last_sequence: Number of the newest batch, or the number before the first batch. Read-only.
     """
 
     def __init__(self, kept_batches: int = KEPT_BATCHES, kept_bytes: int = KEPT_BYTES, past_sequence: int = 0) -> None:
         self._batches: deque[LoggedBatch] = deque()
         self._max_batches, self._max_bytes = kept_batches, kept_bytes
         self._size_bytes = 0
-        self._last = past_sequence
-
-    @property
-    def last_sequence(self) -> int:
-        """Number of the newest batch, or the number before the first batch."""
-        return self._last
+        self.last_sequence = past_sequence
 
     def take_from(self, pool: KVCacheManager, time_seconds: float) -> bool:
         """Adds the events of a pool's last change.
@@ -74,8 +72,8 @@ class EventLog:
         events = pool.blocks.take_events()
         if not events:
             return False
-        self._last += 1
-        self._batches.append(LoggedBatch(self._last, events, time_seconds, pool.epoch, pool.config))
+        self.last_sequence += 1
+        self._batches.append(LoggedBatch(self.last_sequence, events, time_seconds, pool.epoch, pool.config))
         self._size_bytes += _size_bytes(events)
         while len(self._batches) > self._max_batches or (self._size_bytes > self._max_bytes and len(self._batches) > 1):
             self._size_bytes -= _size_bytes(self._batches.popleft().events)
@@ -88,14 +86,14 @@ class EventLog:
             InvalidArgumentError: It is further ahead than the next batch.
             WrongStateError: It is no longer kept.
         """
-        if sequence > self._last + 1:
-            raise InvalidArgumentError("from_sequence", f"{sequence} does not exist yet, {self._last + 1} is next")
-        if sequence <= self._last - len(self._batches):
-            raise WrongStateError(
-                "EVENTS_NOT_KEPT",
-                f"batch {sequence} is no longer kept, {self._last - len(self._batches) + 1} is the oldest",
-                field="from_sequence",
+        if sequence > self.last_sequence + 1:
+            raise InvalidArgumentError(
+                "from_sequence", f"{sequence} does not exist yet, {self.last_sequence + 1} is next"
             )
+        oldest = self.last_sequence - len(self._batches) + 1
+        if sequence < oldest:
+            message = f"batch {sequence} is no longer kept, {oldest} is the oldest"
+            raise WrongStateError("EVENTS_NOT_KEPT", message, field="from_sequence")
 
     def kept(self, sequence: int) -> LoggedBatch:
         """Returns batch `sequence`, which exists.
@@ -104,7 +102,7 @@ class EventLog:
             WrongStateError: It is no longer kept.
         """
         self.check_start(sequence)
-        return self._batches[sequence - self._last - 1]
+        return self._batches[sequence - self.last_sequence - 1]
 
 
 def _size_bytes(events: Sequence[BlockEvent]) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpool.core.errors import check_setting
 from kvpool.server.cluster.directory import MAX_MEMBERS
 from kvpool.server.cluster.etcd_config import EtcdConfig
 from kvpool.wire.address import host_and_port
@@ -80,8 +81,7 @@ class ClusterConfig:
             ("confirm_seconds", 0.1, 60),
             ("replication_log_bytes", 2**20, 2**34),
         ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name}: {getattr(self, name)} is not in [{low}, {high}]")
+            check_setting(name, getattr(self, name), low, high)
 
     @property
     def wanted_standbys(self) -> int:

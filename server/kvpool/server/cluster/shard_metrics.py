@@ -8,7 +8,7 @@ from prometheus_client import Metric
 
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.metrics.families import Row, families, family, histogram_family
+from kvpool.wire.metric_families import Row, families, family, histogram_family
 
 
 def _is_alone(member: ShardMember) -> bool:
@@ -26,33 +26,27 @@ def _lag_seconds(member: ShardMember) -> float:
 
 
 _SHARD: Final[dict[str, Row[ShardMember]]] = {
-    "kvpool_shard_term": Row(
-        "Highest term of the shard that the server has seen.", lambda member: member.replica.known_term
-    ),
+    "kvpool_shard_term": Row("Highest term of the shard that the server has seen.", "replica.known_term"),
     "kvpool_shard_in_sync_servers": Row(
         "Servers that have every acknowledged change, the primary included.", lambda member: len(member.replica.in_sync)
     ),
     "kvpool_shard_alone": Row("1 if the server is the primary and no standby could take over.", _is_alone),
     "kvpool_shard_standbys_missing": Row(
-        "Standbys that the shard of this primary lacks to the wanted number.", lambda member: member.replica.num_missing
+        "Standbys that the shard of this primary lacks to the wanted number.", "replica.num_missing"
     ),
-    "kvpool_shard_takeovers_total": Row(
-        "Number of times that this process became the primary.", lambda member: member.num_takeovers
-    ),
+    "kvpool_shard_takeovers_total": Row("Number of times that this process became the primary.", "num_takeovers"),
     "kvpool_shard_standbys_connected": Row(
         "Standbys that are connected to this server.", lambda member: len(member.replica.standbys.connected)
     ),
     "kvpool_shard_lag_positions": Row(
-        "Changes and marks that the standby which is furthest behind has not acknowledged.",
-        _lag_positions,
+        "Changes and marks that the standby which is furthest behind has not acknowledged.", _lag_positions
     ),
     "kvpool_shard_lag_seconds": Row(
-        "Age of the oldest change that a connected standby has not acknowledged, accurate to 0.1 s.",
-        _lag_seconds,
+        "Age of the oldest change that a connected standby has not acknowledged, accurate to 0.1 s.", _lag_seconds
     ),
-    "kvpool_shard_records_total": Row("Changes given to the standbys.", lambda member: member.replicator.num_records),
+    "kvpool_shard_records_total": Row("Changes given to the standbys.", "replicator.num_records"),
     "kvpool_shard_sent_bytes_total": Row(
-        "Bytes sent to the standbys, snapshots included.", lambda member: member.replicator.num_sent_bytes
+        "Bytes sent to the standbys, snapshots included.", "replicator.num_sent_bytes"
     ),
     "kvpool_shard_directory_up": Row(
         "1 if the directory could be used when the server used it last.",

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Final
 
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.errors import ExhaustedError
+from kvpool.core.errors import ExhaustedError, check_setting
 from kvpool.core.ids import MAX_BLOCKS
 from kvpool.core.steps.columns import MAX_OPERATIONS
 
@@ -80,9 +80,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value, (low, high) = getattr(self, field.name), _RANGES.get(field.name, _DEFAULT_RANGE)
-            if not low <= value <= high:
-                raise ValueError(f"{field.name}: {value} is not in [{low}, {high}]")
+            check_setting(field.name, getattr(self, field.name), *_RANGES.get(field.name, _DEFAULT_RANGE))
 
     def check_sessions(self, num_sessions: int, num_pool_sessions: int) -> None:
         """Raises ExhaustedError if no further session may be opened."""

@@ -5,16 +5,15 @@ The number of label values is bounded: pools by `--max-pools`, groups by their p
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Final
 
 from prometheus_client import Metric
 
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.statistics import Histogram
-from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import StepHistograms
 from kvpool.v1.pool_pb2 import GroupInfo, MissCount, MissReason, PoolInfo, PoolState, RankState
+from kvpool.wire.metric_families import Row, families, family, histogram_family
 from kvpool.wire.readable import words
 
 _POOL_STATES: Final = words(PoolState)
@@ -57,76 +56,66 @@ def _usable(info: PoolInfo) -> int:
 
 
 _POOL: Final[dict[str, Row[PoolInfo]]] = {
-    "kvpool_pool_epoch": Row(
-        "Epoch of the pool; it increases whenever the contents of all blocks are lost.", attrgetter("epoch")
-    ),
+    "kvpool_pool_epoch": Row("Epoch of the pool; it increases whenever the contents of all blocks are lost.", "epoch"),
     "kvpool_pool_blocks": Row("Usable blocks, without the null block: free + used.", _usable),
-    "kvpool_pool_free_blocks": Row(
-        "Blocks that can be allocated now, including cached ones.", attrgetter("free_blocks")
-    ),
+    "kvpool_pool_free_blocks": Row("Blocks that can be allocated now, including cached ones.", "free_blocks"),
     "kvpool_pool_used_blocks": Row(
         "Blocks held by requests or reserved for attention sinks.", lambda pool: _usable(pool) - pool.free_blocks
     ),
-    "kvpool_pool_cached_blocks": Row(
-        "Blocks, used or free, that prefix look-ups can find.", attrgetter("cached_blocks")
-    ),
-    "kvpool_pool_usage_ratio": Row("Share of usable blocks that are used, 0 to 1.", attrgetter("usage")),
+    "kvpool_pool_cached_blocks": Row("Blocks, used or free, that prefix look-ups can find.", "cached_blocks"),
+    "kvpool_pool_usage_ratio": Row("Share of usable blocks that are used, 0 to 1.", "usage"),
     "kvpool_prefix_cache_recent_hit_ratio": Row(
-        "Prefix cache hit rate in tokens over the last 1,000 look-ups, 0 to 1.", attrgetter("recent_hit_rate")
+        "Prefix cache hit rate in tokens over the last 1,000 look-ups, 0 to 1.", "recent_hit_rate"
     ),
     "kvpool_quarantined_blocks": Row(
         "Blocks of ended sessions that are not free yet because a step may still run; counted as used.",
-        attrgetter("quarantined_blocks"),
+        "quarantined_blocks",
     ),
-    "kvpool_quarantined_sessions": Row(
-        "Ended sessions whose blocks are in quarantine.", attrgetter("quarantined_sessions")
-    ),
-    "kvpool_sessions": Row("Open sessions: scheduler processes attached to the pool.", attrgetter("sessions")),
+    "kvpool_quarantined_sessions": Row("Ended sessions whose blocks are in quarantine.", "quarantined_sessions"),
+    "kvpool_sessions": Row("Open sessions: scheduler processes attached to the pool.", "sessions"),
     "kvpool_prefix_cache_lookups_total": Row(
         "Prefix look-ups of requests that got slots, each once, without those of preempted requests.",
-        attrgetter("prefix_cache.requests"),
+        "prefix_cache.requests",
     ),
     "kvpool_prefix_cache_queried_tokens_total": Row(
-        "Tokens queried by look-ups, without those of preempted requests.",
-        attrgetter("prefix_cache.queries_tokens"),
+        "Tokens queried by look-ups, without those of preempted requests.", "prefix_cache.queries_tokens"
     ),
     "kvpool_prefix_cache_hit_tokens_total": Row(
-        "Tokens found by look-ups, without those of preempted requests.", attrgetter("prefix_cache.hits_tokens")
+        "Tokens found by look-ups, without those of preempted requests.", "prefix_cache.hits_tokens"
     ),
     "kvpool_prefix_cache_preempted_lookups_total": Row(
-        "Prefix look-ups of preempted requests.", attrgetter("prefix_cache.preempted_requests")
+        "Prefix look-ups of preempted requests.", "prefix_cache.preempted_requests"
     ),
     "kvpool_prefix_cache_preempted_queried_tokens_total": Row(
-        "Tokens queried by look-ups of preempted requests.", attrgetter("prefix_cache.preempted_queries_tokens")
+        "Tokens queried by look-ups of preempted requests.", "prefix_cache.preempted_queries_tokens"
     ),
     "kvpool_prefix_cache_preempted_hit_tokens_total": Row(
-        "Tokens found by look-ups of preempted requests.", attrgetter("prefix_cache.preempted_hits_tokens")
+        "Tokens found by look-ups of preempted requests.", "prefix_cache.preempted_hits_tokens"
     ),
     "kvpool_prefix_cache_shared_hit_tokens_total": Row(
         "Tokens found in blocks that another session computed; part of all tokens found.",
-        attrgetter("prefix_cache.shared_hits_tokens"),
+        "prefix_cache.shared_hits_tokens",
     ),
-    "kvpool_prefix_cache_resets_total": Row("Resets of the whole prefix cache.", attrgetter("prefix_cache.resets")),
+    "kvpool_prefix_cache_resets_total": Row("Resets of the whole prefix cache.", "prefix_cache.resets"),
     "kvpool_allocations_total": Row(
         "Successful allocations for a request, including those that clients granted themselves and reported later.",
-        attrgetter("activity.allocations"),
+        "activity.allocations",
     ),
     "kvpool_allocation_refusals_total": Row(
-        "Allocations refused because too few blocks were free.", attrgetter("activity.refusals")
+        "Allocations refused because too few blocks were free.", "activity.refusals"
     ),
-    "kvpool_evicted_blocks_total": Row("Cached blocks evicted by allocations.", attrgetter("evicted_blocks")),
-    "kvpool_preemptions_total": Row("Preemptions of running requests.", attrgetter("preemptions")),
-    "kvpool_sessions_opened_total": Row("Sessions opened.", attrgetter("activity.sessions_opened")),
+    "kvpool_evicted_blocks_total": Row("Cached blocks evicted by allocations.", "evicted_blocks"),
+    "kvpool_preemptions_total": Row("Preemptions of running requests.", "preemptions"),
+    "kvpool_sessions_opened_total": Row("Sessions opened.", "activity.sessions_opened"),
     "kvpool_pool_suspensions_total": Row(
-        "Suspensions of all allocation because a rank was missing.", attrgetter("activity.suspensions")
+        "Suspensions of all allocation because a rank was missing.", "activity.suspensions"
     ),
-    "kvpool_steps_total": Row("Changes applied: steps of streams and unary calls.", attrgetter("activity.steps")),
+    "kvpool_steps_total": Row("Changes applied: steps of streams and unary calls.", "activity.steps"),
     "kvpool_step_retries_total": Row(
-        "Repeated changes that were answered from memory and not applied again.", attrgetter("activity.retries")
+        "Repeated changes that were answered from memory and not applied again.", "activity.retries"
     ),
     "kvpool_block_event_batches_total": Row(
-        "Batches of block events: one per change that stored or removed cached blocks.",
-        attrgetter("event_sequence"),
+        "Batches of block events: one per change that stored or removed cached blocks.", "event_sequence"
     ),
 }
 
@@ -162,27 +151,19 @@ _LABELLED: Final = {
 _GROUP: Final[dict[str, Row[GroupInfo]]] = {
     "kvpool_group_used_blocks": Row(
         "Blocks of the group held by requests, shared ones counted once, or reserved for attention sinks.",
-        attrgetter("used_blocks"),
+        "used_blocks",
     ),
-    "kvpool_group_cached_blocks": Row(
-        "Blocks of the group that prefix look-ups can find.", attrgetter("cached_blocks")
-    ),
-    "kvpool_group_allocated_blocks_total": Row(
-        "Blocks that the group took from the free list.", attrgetter("allocated_blocks")
-    ),
-    "kvpool_group_evicted_blocks_total": Row(
-        "Cached blocks of the group evicted by allocations.", attrgetter("evicted_blocks")
-    ),
+    "kvpool_group_cached_blocks": Row("Blocks of the group that prefix look-ups can find.", "cached_blocks"),
+    "kvpool_group_allocated_blocks_total": Row("Blocks that the group took from the free list.", "allocated_blocks"),
+    "kvpool_group_evicted_blocks_total": Row("Cached blocks of the group evicted by allocations.", "evicted_blocks"),
 }
 
 _MISSES: Final[dict[str, Row[MissCount]]] = {
     "kvpool_prefix_cache_misses_total": Row(
-        "Counted look-ups that the group ended early, by reason, with those of preempted requests.",
-        attrgetter("lookups"),
+        "Counted look-ups that the group ended early, by reason, with those of preempted requests.", "lookups"
     ),
     "kvpool_prefix_cache_missed_tokens_total": Row(
-        "Tokens between the hits of these look-ups and the longest hits that their requests could have.",
-        attrgetter("tokens"),
+        "Tokens between the hits of these look-ups and the longest hits that their requests could have.", "tokens"
     ),
 }
 
@@ -193,16 +174,23 @@ _LOST: Final = (
     "Tokens found that look-ups would have missed in a pool of `size` times the blocks; estimated on a sample."
 )
 
-HISTOGRAMS: Final = {
-    "kvpool_block_lifetime_seconds": "Time from a block's allocation to its eviction, for sampled blocks.",
-    "kvpool_block_idle_before_evict_seconds": (
-        "Time from a block's last access (hit or allocation) to its eviction, for sampled blocks."
+BLOCK_HISTOGRAMS: Final = {
+    "kvpool_block_lifetime_seconds": (
+        "Time from a block's allocation to its eviction, for sampled blocks.",
+        "lifetime",
     ),
-    "kvpool_block_reuse_gap_seconds": "Time between two accesses of a cached block, for sampled blocks.",
-    "kvpool_step_seconds": "Server time per step of a stream: decode, apply, encode.",
-    "kvpool_step_operations": "Operations per step of a stream.",
+    "kvpool_block_idle_before_evict_seconds": (
+        "Time from a block's last access (hit or allocation) to its eviction, for sampled blocks.",
+        "idle",
+    ),
+    "kvpool_block_reuse_gap_seconds": ("Time between two accesses of a cached block, for sampled blocks.", "reuse_gap"),
 }
-"""Help texts of the histograms, by metric."""
+"""By metric: help text, and name in `BlockLifetimes`."""
+_STEP_HISTOGRAMS: Final = {
+    "kvpool_step_seconds": ("Server time per step of a stream: decode, apply, encode.", "seconds"),
+    "kvpool_step_operations": ("Operations per step of a stream.", "operations"),
+}
+"""By metric: help text, and name in `StepHistograms`."""
 
 _NO_LIFETIMES: Final = BlockLifetimes(1, lambda _: 0)
 _NO_STEPS: Final = StepHistograms()
@@ -210,14 +198,8 @@ _NO_STEPS: Final = StepHistograms()
 
 def copy_histograms(lifetimes: BlockLifetimes | None, steps: StepHistograms | None) -> dict[str, Histogram]:
     """Copies the histograms of a pool, by metric; those of None are empty."""
-    lifetimes, steps = lifetimes or _NO_LIFETIMES, steps or _NO_STEPS
-    return {
-        "kvpool_block_lifetime_seconds": lifetimes.lifetime.copy(),
-        "kvpool_block_idle_before_evict_seconds": lifetimes.idle.copy(),
-        "kvpool_block_reuse_gap_seconds": lifetimes.reuse_gap.copy(),
-        "kvpool_step_seconds": steps.seconds.copy(),
-        "kvpool_step_operations": steps.operations.copy(),
-    }
+    parts = (BLOCK_HISTOGRAMS, lifetimes or _NO_LIFETIMES), (_STEP_HISTOGRAMS, steps or _NO_STEPS)
+    return {metric: getattr(part, name).copy() for table, part in parts for metric, (_, name) in table.items()}
 
 
 def _all_misses(group: GroupInfo) -> Iterator[MissCount]:
@@ -247,6 +229,6 @@ def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     smaller = [(labels, -tokens) for labels, size, tokens in changes if size < 1]
     yield family("kvpool_prefix_cache_gained_tokens_total", _GAINED, ("pool", "size"), larger)
     yield family("kvpool_prefix_cache_lost_tokens_total", _LOST, ("pool", "size"), smaller)
-    for metric, text in HISTOGRAMS.items():
+    for metric, (text, _) in (BLOCK_HISTOGRAMS | _STEP_HISTOGRAMS).items():
         histograms = [((pool.info.config.name,), pool.histograms[metric]) for pool in pools]
         yield histogram_family(metric, text, ("pool",), histograms)

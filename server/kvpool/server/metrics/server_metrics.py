@@ -15,10 +15,10 @@ from typing import Final, Protocol, TypeVar
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
 
-from kvpool.server.metrics.families import Row, families, family, histogram_family
 from kvpool.server.metrics.observations import JournalCounts, Observations
 from kvpool.server.metrics.pool_metrics import PoolSample, pool_metrics
 from kvpool.server.metrics.vllm_metrics import vllm_metrics
+from kvpool.wire.metric_families import Row, families, family, histogram_family
 
 SCRAPE_SECONDS: Final = 5.0
 """Maximum time that a scrape waits for the event loop."""
@@ -26,23 +26,18 @@ SCRAPE_SECONDS: Final = 5.0
 _ResultT = TypeVar("_ResultT")
 
 _JOURNAL: Final[dict[str, Row[JournalCounts]]] = {
-    "kvpool_journal_up": Row("1 if a server killed now would recover its state.", lambda journal: journal.is_up),
-    "kvpool_journal_bytes": Row("Size of the journal's files.", lambda journal: journal.size_bytes),
-    "kvpool_journal_records_total": Row("Changes written to the journal.", lambda journal: journal.records),
-    "kvpool_journal_snapshots_total": Row("Snapshots completed.", lambda journal: journal.snapshots),
+    "kvpool_journal_up": Row("1 if a server killed now would recover its state.", "is_up"),
+    "kvpool_journal_bytes": Row("Size of the journal's files.", "size_bytes"),
+    "kvpool_journal_records_total": Row("Changes written to the journal.", "records"),
+    "kvpool_journal_snapshots_total": Row("Snapshots completed.", "snapshots"),
     "kvpool_journal_failures_total": Row(
-        "Number of times that the journal was given up, for example on a full disk.", lambda journal: journal.failures
+        "Number of times that the journal was given up, for example on a full disk.", "failures"
     ),
-    "kvpool_journal_snapshot_seconds": Row(
-        "Duration of the newest snapshot.", lambda journal: journal.snapshot_seconds
-    ),
+    "kvpool_journal_snapshot_seconds": Row("Duration of the newest snapshot.", "snapshot_seconds"),
     "kvpool_journal_stopped_seconds": Row(
-        "Part of the newest snapshot's duration in which the server did nothing else.",
-        lambda journal: journal.stopped_seconds,
+        "Part of the newest snapshot's duration in which the server did nothing else.", "stopped_seconds"
     ),
-    "kvpool_journal_recovery_seconds": Row(
-        "Time to read the journal when the server started.", lambda journal: journal.recovery_seconds
-    ),
+    "kvpool_journal_recovery_seconds": Row("Time to read the journal when the server started.", "recovery_seconds"),
 }
 
 

@@ -53,7 +53,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.ServerInfo(
             version=self._version,
             uptime_seconds=time.monotonic() - self._started_seconds,
-            draining=self._parts.state.pools.drain_state.is_server_drained or self._parts.shutdown.is_about_to_stop,
+            draining=None in self._parts.state.pools.drained or self._parts.shutdown.is_about_to_stop,
             journal_error=self._parts.journal.error if self._parts.journal else "",
             shard=self._shard.name if self._shard else "",
             term=self._shard.replica.known_term if self._shard else 0,
@@ -202,7 +202,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     def Undrain(self, request: admin_pb2.UndrainRequest) -> admin_pb2.UndrainResponse:
         name = PoolName(request.pool_name) if request.pool_name else None
         # A journal restores the drain of a pool before its ranks have come back.
-        if name and name not in self._parts.state.pools.drain_state.drained_pools:
+        if name and name not in self._parts.state.pools.drained:
             self._parts.pools.check_exists(name)
         self._parts.executor.execute(Undrain(name))
         if name is None:

@@ -21,7 +21,7 @@ from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.commands import Command, EndReason, SessionEnd
 from kvpool.core.errors import AbortedError, KvpoolError
 from kvpool.core.ids import PoolName
-from kvpool.core.sessions.session import Session
+from kvpool.core.pools.sessions import end_of
 from kvpool.core.state import State
 from kvpool.server.crash import crash
 from kvpool.server.events.log import EventLogs
@@ -186,7 +186,7 @@ class Executor:
         if not opened.is_new:
             return
         pool, session = self.state.sessions[opened.session_id]
-        fields = session_fields(pool, session)
+        fields = ended_fields(end_of(pool, session))
         self._event_logs.publish(pool)  # of a new epoch, or of evicted blocks of an earlier weights version
         if opened.starts_epoch:
             _log.warning("epoch started in new memory", extra={**fields, "memory": command.memory_id})
@@ -196,7 +196,7 @@ class Executor:
         if is_new:
             pool, session = self.state.sessions[command.session_id]
             self._event_logs.publish(pool)
-            fields = session_fields(pool, session)
+            fields = ended_fields(end_of(pool, session))
             _log.info("weights version set", extra={**fields, "weights_version": session.weights_version})
 
     def _part_freed(self, command: commands.FreePart, _: int) -> None:
@@ -251,16 +251,6 @@ class Executor:
     """The effects of each command that has any, outside the state."""
 
 
-def session_fields(pool: KVCacheManager, session: Session) -> dict[str, object]:
-    """Log fields of a session. Its id is a secret and is not logged."""
-    return {
-        "pool": pool.config.name,
-        "session": session.session_number,
-        "client": session.client_name,
-        "epoch": pool.epoch,
-    }
-
-
 def ended_fields(end: SessionEnd) -> dict[str, object]:
-    """Log fields of a session that has ended."""
+    """Log fields of a session that has ended, or of `end_of` an open one. Its id is a secret and is not logged."""
     return {"pool": end.pool_name, "session": end.session_number, "client": end.client_name, "epoch": end.epoch}

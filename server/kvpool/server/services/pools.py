@@ -169,7 +169,7 @@ class Pools:
 
     def takes_sessions(self, name: PoolName) -> bool:
         """Whether a pool takes new sessions, regardless of the state of its ranks."""
-        return self._state.pools.drain_state.accepts_sessions(name) and not self._shutdown.is_about_to_stop
+        return self._state.pools.accepts_sessions(name) and not self._shutdown.is_about_to_stop
 
     def describe(self, name: str) -> pool_pb2.PoolInfo:
         """Describes a pool as it is now, to the caller.

@@ -291,9 +291,8 @@ class Ranks:
                 self._change_pool(membership, effect)
         if not membership.registry and not membership.was_open and self._memberships.get(membership.name) is membership:
             del self._memberships[membership.name]
-            self._executor.execute(
-                commands.Undrain(membership.name)
-            )  # the drain does not apply to a new pool of this name
+            # The drain does not apply to a new pool of this name.
+            self._executor.execute(commands.Undrain(membership.name))
 
     def _change_pool(self, membership: Membership, effect: PoolEffect) -> None:
         name = membership.name

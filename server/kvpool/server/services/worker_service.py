@@ -6,7 +6,7 @@ from typing import Final
 
 import grpc
 
-from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError
+from kvpool.core.errors import AbortedError, ExhaustedError, InvalidArgumentError, fields_renamed
 from kvpool.core.ids import PoolName, SessionNumber
 from kvpool.core.ranks.messages import Allocated, Registration
 from kvpool.core.specs.pool_config import check_pool_name
@@ -64,12 +64,8 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return wire_ranks.registration_from_proto(message.register)
 
     def _register(self, call: OpenCall, name: PoolName, registration: Registration) -> RankLink:
-        try:
+        with fields_renamed(lambda field: field if field.startswith(("register.", "ranks[")) else f"register.{field}"):
             return self._parts.ranks.register(call, name, registration)
-        except InvalidArgumentError as error:
-            if not error.field.startswith(("register.", "ranks[")):
-                error.rename_field(f"register.{error.field}")
-            raise
 
     def _handle(self, link: RankLink, message: worker_pb2.JoinRequest) -> bool:
         """Handles a message of a registered rank. Returns whether the rank has left."""

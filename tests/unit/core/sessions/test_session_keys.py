@@ -44,7 +44,7 @@ def test_a_key_can_be_reused_after_its_session_ended(world: World) -> None:
 
 def test_a_drained_pool_still_finds_a_session_that_is_open(world: World) -> None:
     session = opened(world, "k")
-    world.allocator.pools.drain_state.drain(None)
+    world.allocator.pools.drained.add(None)
     assert opened(world, "k") is session
     with world.refuses(UnavailableError, reason="DRAINED"):
         opened(world, "l")

@@ -144,18 +144,18 @@ def test_an_unknown_session_is_not_evicted(world: World, session: Session) -> No
 
 
 def test_a_pool_is_removed_only_without_sessions_and_its_name_is_free(world: World, session: Session) -> None:
-    world.allocator.pools.drain_state.drain(world.pool.config.name)
+    world.allocator.pools.drained.add(world.pool.config.name)
     before = (world.snapshot(), repr(world.allocator))
     with refused(WrongStateError, reason="POOL_IN_USE", match="sessions are open: 1"):
         world.allocator.remove_pool("m")
     assert (world.snapshot(), repr(world.allocator)) == before
-    assert not world.allocator.pools.drain_state.accepts_sessions(world.pool.config.name)
+    assert not world.allocator.pools.accepts_sessions(world.pool.config.name)
     world.allocator.close_session(session.session_id, 0.0)
     world.allocator.remove_pool("m")
     with pytest.raises(NotFoundError):
         world.allocator.remove_pool("m")
     pool, created = world.allocator.create_pool(world.pool.config, b"n" * 32)
-    assert (created, pool is world.pool, world.allocator.pools.drain_state.accepts_sessions(pool.config.name)) == (
+    assert (created, pool is world.pool, world.allocator.pools.accepts_sessions(pool.config.name)) == (
         True,
         False,
         True,

@@ -36,7 +36,7 @@ def test_a_record_is_in_the_journal_when_it_is_sent(tmp_path: Path) -> None:
     assert sent.sizes[0] > before
     assert recorder.error == ""
     kill(journal)
-    assert recovered(tmp_path).state.pools.drain_state.is_server_drained
+    assert None in recovered(tmp_path).state.pools.drained
 
 
 def test_a_record_is_sent_while_the_journal_is_down(tmp_path: Path) -> None:
@@ -61,4 +61,4 @@ def test_a_command_that_failed_halfway_ends_the_process(tmp_path: Path, monkeypa
     Recorder(journal, Sent(tmp_path)).crash_after_bug("Undrain")  # type: ignore[arg-type]
     assert ended == [70]
     kill(journal)
-    assert recovered(tmp_path).state.pools.drain_state.is_server_drained
+    assert None in recovered(tmp_path).state.pools.drained

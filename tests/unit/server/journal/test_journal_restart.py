@@ -193,4 +193,4 @@ async def test_an_encoded_record_is_written_as_its_command_is(tmp_path: Path) ->
         result = journal.state.execute(Drain(None), 0.0)
         journal.write(encode_record(Drain(None), 0.0, result), Drain(None))
         assert journal.counts.records == 2
-    assert recovered(tmp_path).state.pools.drain_state.is_server_drained
+    assert None in recovered(tmp_path).state.pools.drained

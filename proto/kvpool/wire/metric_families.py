@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
+from operator import attrgetter
 from typing import Generic, TypeAlias, TypeVar
 
 from prometheus_client import Metric
@@ -22,11 +23,11 @@ class Row(Generic[_SourceT]):
 
     Attributes:
         text: The help text.
-        read: Returns the value of a source, for example of a pool.
+        read: The value of a source, for example of a pool: the path of an attribute, or a function that returns it.
     """
 
     text: str
-    read: Callable[[_SourceT], float]
+    read: str | Callable[[_SourceT], float]
 
 
 def families(
@@ -34,7 +35,8 @@ def families(
 ) -> Iterator[Metric]:
     """Makes the families of a table. Each has one sample per source, with the values of its labels."""
     for name, row in table.items():
-        yield family(name, row.text, labels, [(values, row.read(source)) for values, source in sources])
+        read = attrgetter(row.read) if isinstance(row.read, str) else row.read
+        yield family(name, row.text, labels, [(values, read(source)) for values, source in sources])
 
 
 def family(name: str, text: str, labels: Labels, samples: Sequence[tuple[Labels, float]]) -> Metric:
