@@ -18,9 +18,7 @@ from support.state import DrivenState
 @pytest.fixture(scope="module", name="state")
 def fixture_state() -> DrivenState:
     state = DrivenState()
-    traffic = Traffic(state, config(30, enable_events=True), seed=3)
-    for _ in range(40):
-        traffic.change()
+    Traffic(state, config(30, enable_events=True), seed=3).changes(40)
     return state
 
 
