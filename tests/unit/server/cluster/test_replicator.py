@@ -24,7 +24,7 @@ from kvpool.server.cluster.messages import (
     to_frame,
 )
 from kvpool.server.cluster.record_buffer import RecordBuffer
-from kvpool.server.cluster.replicator import MAX_PENDING, Replicator
+from kvpool.server.cluster.replicator import MAX_PENDING, Replicator, StandbyConnection
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import dumps
 from kvpool.server.journal.frames import FrameKind, encode_frame
@@ -86,6 +86,16 @@ async def joined(primary: Primary) -> PlayedStandby:
     connection.send(acknowledgement(welcome.position))
     await until(primary.is_in_sync)
     return connection
+
+
+async def joined_without_reading(primary: Primary) -> tuple[PlayedStandby, StandbyConnection]:
+    """A standby that reads nothing of its snapshot."""
+    async with primary.server.journal.snapshot_lock:
+        standby = await connected(primary, HELLO)
+        await until(lambda: primary.replicator.connections)
+        link = primary.replicator.connections[OTHER.member_id]
+        link.pause_writing()  # as asyncio does when much is not read
+    return standby, link
 
 
 async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) -> None:
@@ -195,21 +205,14 @@ async def test_a_standby_that_does_not_read_its_snapshot_is_left(
     primary: Primary, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicator_module, "STALL_SECONDS", 0.01)
-    async with primary.server.journal.snapshot_lock:
-        await connected(primary, HELLO)
-        await until(lambda: primary.replicator.connections)
-        primary.replicator.connections[OTHER.member_id].pause_writing()  # as asyncio does when much is not read
+    await joined_without_reading(primary)
     await until(lambda: not primary.replicator.connections)
     assert "standby does not read" in caplog.messages
     assert not primary.server.state._is_read
 
 
 async def test_a_snapshot_goes_on_when_the_standby_reads_again(primary: Primary) -> None:
-    async with primary.server.journal.snapshot_lock:
-        connection = await connected(primary, HELLO)
-        await until(lambda: primary.replicator.connections)
-        link = primary.replicator.connections[OTHER.member_id]
-        link.pause_writing()
+    connection, link = await joined_without_reading(primary)
     await connection.answer()
     assert not link.is_live
     link.resume_writing()
@@ -219,10 +222,7 @@ async def test_a_snapshot_goes_on_when_the_standby_reads_again(primary: Primary)
 
 async def test_no_snapshot_is_read_after_the_end(primary: Primary) -> None:
     """The journal writes its last snapshot then."""
-    async with primary.server.journal.snapshot_lock:
-        await connected(primary, HELLO)
-        await until(lambda: primary.replicator.connections)
-        primary.replicator.connections[OTHER.member_id].pause_writing()
+    await joined_without_reading(primary)
     await until(lambda: primary.server.state._is_read)
     await primary.replicator.close()
     assert not primary.server.state._is_read
