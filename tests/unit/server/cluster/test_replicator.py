@@ -109,6 +109,7 @@ async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) 
         (FrameKind.RECORD, b"one"),
         MARK,
     ]
+    assert primary.replicator.num_sent_bytes == connection.num_received_bytes
 
 
 async def test_a_standby_is_in_sync_when_it_has_acknowledged_everything(primary: Primary) -> None:
