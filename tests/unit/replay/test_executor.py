@@ -79,26 +79,14 @@ class Works:
         self.outputs[done.work_id] = list(output)
 
 
-def play(
-    specs: Sequence[KVCacheSpec],
-    num_blocks: int,
-    works: Works,
-    *,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 8,
-) -> tuple[Counts, Bookkeeper]:
+def play(specs: Sequence[KVCacheSpec], num_blocks: int, works: Works, **options: int) -> tuple[Counts, Bookkeeper]:
     executor = Bookkeeper(specs)
     with connect("embedded:") as client:
         groups = tuple(map(KVCacheGroup, specs))
         client.create_pool(PoolConfig(PoolName("p"), num_blocks, 256, groups, allow_too_few_blocks=True))
         with client.open_session("p") as session:
-            counts = Scheduler(
-                session,
-                works,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                executor=executor,
-            ).run()
+            options = {"max_num_seqs": 4, "max_num_batched_tokens": 8, **options}
+            counts = Scheduler(session, works, executor=executor, **options).run()
     return counts, executor
 
 
