@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -306,36 +307,51 @@ def _snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files_of(folder)}
 
 
+def _system_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
 READERS = [  # a call that reads the folder, and an error that it may raise
-    (Folder, "_files", errno.EIO),
-    (Path, "open", errno.EMFILE),
-    (Path, "open", errno.EACCES),
-    (FrameParser, "feed", errno.EIO),
-    (recovery, "file_id", errno.EIO),
+    (Folder, "_files", _system_error(errno.EIO)),
+    (Path, "open", _system_error(errno.EMFILE)),
+    (Path, "open", _system_error(errno.EACCES)),
+    (FrameParser, "feed", _system_error(errno.EIO)),
+    (recovery, "file_id", _system_error(errno.EIO)),
+]
+SHORTAGES = [  # a call that needs memory, and how it fails without
+    (recovery, "load_snapshot", MemoryError()),
+    (DrivenState, "restore", MemoryError()),
+    (DrivenState, "restore", out_of_memory()),
+    (recovery, "execute_record", MemoryError()),
+    (recovery, "execute_record", out_of_memory()),
 ]
 
 
-@pytest.mark.parametrize(
-    "spoil", [lambda _: None, lambda folder: _cut(folder / "snapshot-1")], ids=["valid", "dropped"]
-)
-@pytest.mark.parametrize("reader", READERS)
-def test_a_read_error_that_passes_costs_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, reader: tuple[object, str, int], spoil: Callable[[Path], None]
+@pytest.fixture
+def repeats_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery that fails is tried a second time, at once."""
+    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
+    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
+
+
+@pytest.mark.usefixtures("repeats_once")
+@pytest.mark.parametrize(("failure", "is_valid"), [*product(READERS, [True, False]), *product(SHORTAGES, [True])])
+def test_an_error_that_passes_costs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failure: tuple[object, str, Exception], *, is_valid: bool
 ) -> None:
     """Each call fails once, the first and each later one."""
-    owner, name, number = reader
-    spoil(folder)
+    owner, name, error = failure
+    if not is_valid:
+        _cut(folder / "snapshot-1")
     expected = recovered(folder)
     before, original = _snapshot(folder), getattr(owner, name)
     failing = num_calls = 1
-    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
-    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
 
     def fails_once(*arguments: Any, **options: Any) -> object:
         nonlocal num_calls
         num_calls += 1
         if num_calls == failing:
-            raise OSError(number, os.strerror(number))
+            raise error
         return original(*arguments, **options)
 
     while num_calls >= failing:
@@ -371,42 +387,21 @@ def test_a_journal_that_cannot_be_read_stays_and_no_server_starts(
     assert not recovered(folder).dropped
 
 
-SHORTAGES = [  # a call that needs memory, and how it fails without
-    (recovery, "load_snapshot", MemoryError()),
-    (DrivenState, "restore", MemoryError()),
-    (DrivenState, "restore", out_of_memory()),
-    (recovery, "execute_record", MemoryError()),
-    (recovery, "execute_record", out_of_memory()),
-]
-
-
-@pytest.mark.parametrize("is_passing", [True, False], ids=["passes", "stays"])
+@pytest.mark.usefixtures("repeats_once")
 @pytest.mark.parametrize("shortage", SHORTAGES)
 def test_a_lack_of_memory_is_a_read_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, shortage: tuple[object, str, Exception], *, is_passing: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shortage: tuple[object, str, Exception]
 ) -> None:
     """It shows nothing about the files, which a server with more memory can read."""
     owner, name, error = shortage
-    expected, before, original = recovered(folder), _snapshot(folder), getattr(owner, name)
-    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
-    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
-    left = [error] if is_passing else [error] * 2
+    before = _snapshot(folder)
 
-    def fails(*arguments: object) -> object:
-        if left:
-            raise left.pop()
-        return original(*arguments)
+    def fails(*_: object) -> None:
+        raise error
 
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, name, fails)
-        if is_passing:
-            found = recovered(folder)
-            assert not found.dropped
-            assert_alike(found.state, expected.state)
-        else:
-            with pytest.raises(OSError, match=r"cannot be read, and stays as it is: .* Cannot allocate memory"):
-                journal_in(folder)
-    assert not left
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(OSError, match=r"cannot be read, and stays as it is: .* Cannot allocate memory"):
+        journal_in(folder)
     assert _snapshot(folder) == before
 
 
@@ -507,13 +502,6 @@ def test_pools_begin_above_the_epochs_of_removed_pools_of_a_dropped_journal(tmp_
 def test_a_dropped_journal_restarts_above_its_epochs(folder: Path) -> None:
     (folder / "snapshot-1").unlink()
     assert_has_pools_only(assert_recovers(folder, begin_and_die(folder).state))
-
-
-def test_it_recovers_after_each_of_many_deaths(folder: Path, restarted: DrivenState) -> None:
-    """Before the first snapshot of a process is complete, the older snapshot and all logs are used."""
-    for _ in range(3):
-        assert not begin_and_die(folder).recovery.dropped
-    assert_recovers(folder, restarted)
 
 
 @pytest.mark.parametrize("size", [0, 3, 17, None])
