@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ async def ends(waiting: Awaitable[object]) -> None:
     await asyncio.wait_for(waiting, DEADLINE_SECONDS)
 
 
-Work = Callable[[str, str, float, int], Awaitable[None]]
+Work = Callable[[str, str, float, int], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
