@@ -1,10 +1,11 @@
 """Journals for tests: random changes to record, and a comparison of the complete state of two allocators."""
 
+import asyncio
 import contextlib
 import hashlib
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -132,13 +133,32 @@ def kill(journal: Journal) -> None:
     journal._folder.close()
 
 
+@contextlib.asynccontextmanager
+async def running(journal: Journal) -> AsyncIterator[None]:
+    """Runs a journal's task. The process dies at the end."""
+    task = asyncio.create_task(journal.run())
+    try:
+        yield
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        kill(journal)
+
+
+def begin_and_die(folder: Path) -> Journal:
+    """What a process does that begins its journal and dies before its first snapshot is complete."""
+    journal = journal_in(folder)
+    begin(journal)
+    kill(journal)
+    return journal
+
+
 def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int) -> None:
     """Leaves a journal with `num_changes` changes of a `Traffic`, as a killed process does."""
     journal = journal_in(folder)
     begin(journal)
-    traffic = Traffic(driven(journal), config, seed)
-    for _ in range(num_changes):
-        traffic.change()
+    Traffic(driven(journal), config, seed).changes(num_changes)
     kill(journal)
 
 
@@ -150,9 +170,7 @@ def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[DrivenSta
         state = DrivenState()
         state.journal = _Stopping(len(found))
         with contextlib.suppress(_StopError):
-            traffic = Traffic(state, config, seed)
-            for _ in range(num_changes):
-                traffic.change()
+            Traffic(state, config, seed).changes(num_changes)
             is_last = True
         state.journal = None
         found.append(state)
@@ -177,6 +195,14 @@ class _Stopping(Recorder):
 def files_of(folder: Path) -> list[Path]:
     """The files of a journal that have content."""
     return [path for path in sorted(folder.iterdir()) if path.name != "lock"]
+
+
+def assert_recovers(folder: Path, state: State) -> Recovery:
+    """A new process recovers this state."""
+    found = recovered(folder)
+    assert not found.dropped, found.detail
+    assert_alike(state, found.state)
+    return found
 
 
 def is_alike(mine: Any, theirs: Any) -> bool:
@@ -253,6 +279,10 @@ class Traffic:
         self._requests = 0
         self._tokens: dict[tuple[str, int], list[int]] = {}
         allocator.create_pool(config, b"n" * 32)
+
+    def changes(self, count: int) -> None:
+        for _ in range(count):
+            self.change()
 
     def change(self) -> object:
         """Makes one change; returns its result, or the reason of its refusal."""

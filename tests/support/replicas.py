@@ -185,6 +185,7 @@ class PlayedStandby:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self._parser, self._frames = FrameParser(), list[Frame]()
+        self.num_received_bytes = 0
 
     def send(self, content: bytes) -> None:
         self._writer.write(content)
@@ -194,6 +195,7 @@ class PlayedStandby:
             while not self._frames:
                 received = await self._reader.read(2**16)
                 assert received, "the connection has ended"
+                self.num_received_bytes += len(received)
                 self._frames += self._parser.feed(received)
         return self._frames.pop(0)
 

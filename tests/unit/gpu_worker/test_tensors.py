@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from kvpool.core.specs.kinds import (
     EncoderOnlyAttentionSpec,
     FullAttentionSpec,
     SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
 )
 from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.layouts import LayerCache
@@ -25,7 +25,7 @@ from kvpool.gpu_worker.tensors import (
     is_out_of_memory,
     reshape_kv_cache,
 )
-from support.torch import bytes_of, on_each_device
+from support.torch import on_each_device
 from support.waiting import DEADLINE_SECONDS
 
 CPU = torch.device("cpu")
@@ -200,32 +200,9 @@ def test_a_pool_may_have_fewer_blocks_than_a_rank_allocated() -> None:
     assert torch.equal(whole[:, :4], part)
 
 
-def test_layers_of_a_uniform_group_have_their_own_page_sizes() -> None:
-    wide = replace(FULL, num_kv_heads=4)
-    spec = UniformTypeKVCacheSpecs(16, (("a", FULL), ("b", wide)))
-    tensors = (KVCacheTensor(3 * PAGE, ("a",)), KVCacheTensor(6 * PAGE, ("b",)))
-    config = KVCacheConfig(3, tensors, (KVCacheGroup(spec, ("a", "b")),))
-    caches = reshape_kv_cache(config, 3, allocate_buffers(config, CPU))
-    assert [tuple(view.shape) for view in caches.values() if isinstance(view, torch.Tensor)] == [
-        (2, 3, 16, 2, 8),
-        (2, 3, 16, 4, 8),
-    ]
-
-
 SIDE_BY_SIDE = replace(
     CONFIG, tensors=(KVCacheTensor(10 * 2 * PAGE, ("full.0", "full.1", "window.0"), (0, PAGE, PAGE)),)
 )
-
-
-def test_layers_side_by_side_have_their_part_of_each_block() -> None:
-    (buffer,) = buffers = allocate_buffers(SIDE_BY_SIDE, CPU)
-    views = reshape_kv_cache(SIDE_BY_SIDE, 10, buffers, dict.fromkeys(("full.0", "full.1", "window.0"), "triton"))
-    for number, (name, start) in enumerate((("full.0", 0), ("full.1", PAGE), ("window.0", PAGE)), 1):
-        view = views[name]
-        assert isinstance(view, torch.Tensor)
-        bytes_of(view[3:4]).fill_(number)
-        assert (buffer.view(10, 2 * PAGE)[3, start : start + PAGE] == number).all()
-    assert not buffer.view(10, 2 * PAGE)[[0, 1, 2, 4, 5, 6, 7, 8, 9]].any()
 
 
 @pytest.mark.parametrize(
@@ -275,29 +252,34 @@ def test_layers_that_do_not_fit_the_buffers_are_refused(config: KVCacheConfig, w
         reshape_kv_cache(config, 10, allocate_buffers(config, CPU))
 
 
-def test_buffers_that_do_not_fit_are_refused() -> None:
-    buffers = allocate_buffers(CONFIG, CPU)
-    with pytest.raises(InvalidArgumentError, match=r"buffers\[0\]: layer 'full.0' needs 11 blocks of 1024 bytes"):
-        reshape_kv_cache(CONFIG, 11, buffers)
-    with pytest.raises(InvalidArgumentError, match="num_blocks: 0"):
-        reshape_kv_cache(CONFIG, 0, buffers)
-    with pytest.raises(InvalidArgumentError, match="buffers: 1 for 2 tensors"):
-        reshape_kv_cache(CONFIG, 10, buffers[:1])
-    for wrong in (
-        buffers[1].view(torch.float16),
-        buffers[1].view(2, -1),
-        torch.zeros(20 * PAGE, dtype=torch.int8)[::2],
-    ):
-        with pytest.raises(InvalidArgumentError, match=r"buffers\[1\]: .* is not a one-dimensional int8 buffer"):
-            reshape_kv_cache(CONFIG, 10, (buffers[0], wrong))
-    with pytest.raises(InvalidArgumentError, match="kernel_block_sizes: 1 for 2 groups"):
-        reshape_kv_cache(CONFIG, 10, buffers, kernel_block_sizes=[8])
-    with pytest.raises(InvalidArgumentError, match="layouts: layer 'x' is in no group"):
-        reshape_kv_cache(CONFIG, 10, buffers, {"x": "flex"})
+FIRST, SECOND = (torch.zeros(10 * PAGE, dtype=torch.int8) for _ in range(2))
+NOT_FLAT = r"buffers\[1\]: .* is not a one-dimensional int8 buffer"
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "buffers", "options", "why"),
+    [
+        (11, (FIRST, SECOND), {}, r"buffers\[0\]: layer 'full.0' needs 11 blocks of 1024 bytes"),
+        (0, (FIRST, SECOND), {}, "num_blocks: 0"),
+        (10, (FIRST,), {}, "buffers: 1 for 2 tensors"),
+        (10, (FIRST, SECOND.view(torch.float16)), {}, NOT_FLAT),
+        (10, (FIRST, SECOND.view(2, -1)), {}, NOT_FLAT),
+        (10, (FIRST, torch.zeros(20 * PAGE, dtype=torch.int8)[::2]), {}, NOT_FLAT),
+        (10, (FIRST, SECOND), {"kernel_block_sizes": [8]}, "kernel_block_sizes: 1 for 2 groups"),
+        (10, (FIRST, SECOND), {"layouts": {"x": "flex"}}, "layouts: layer 'x' is in no group"),
+    ],
+)
+def test_buffers_and_options_that_do_not_fit_are_refused(
+    num_blocks: int, buffers: tuple[torch.Tensor, ...], options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=why):
+        reshape_kv_cache(CONFIG, num_blocks, buffers, **options)
+
+
+def test_a_buffer_that_is_no_whole_number_of_blocks_is_refused() -> None:
     odd = replace(CONFIG, tensors=(CONFIG.tensors[0], KVCacheTensor(10 * PAGE + 1, ("full.1",))))
-    with pytest.raises(
-        InvalidArgumentError, match=r"tensors\[1\].size_bytes: layer 'full.1': 10241 bytes are not a multiple of 10"
-    ):
+    why = r"tensors\[1\].size_bytes: layer 'full.1': 10241 bytes are not a multiple of 10"
+    with pytest.raises(InvalidArgumentError, match=why):
         allocate_buffers(odd, CPU)
 
 

@@ -5,10 +5,11 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.settings import WorkerSettings
 from kvpool.gpu_worker.status import WorkerStatus
-from kvpool.gpu_worker.tensors import BufferAllocator, empty_buffer, reshape_kv_cache
+from kvpool.gpu_worker.tensors import empty_buffer, reshape_kv_cache
 from kvpool.gpu_worker.worker import RankPool, Worker, WorkerHooks
 from kvpool.v1 import worker_pb2
 from kvpool.wire.channels import ClientCredentials
@@ -110,9 +111,14 @@ class Buffers:
         return sum(buffer.numel() for made in self._made if (buffer := made()) is not None)
 
 
-def opened(server: RankServer, worker: Worker, epoch: int = 1, num_blocks: int = 10) -> RankStream:
+def joined(server: RankServer) -> RankStream:
     stream = server.next_stream()
     stream.register()
+    return stream
+
+
+def opened(server: RankServer, worker: Worker, epoch: int = 1, num_blocks: int = 10) -> RankStream:
+    stream = joined(server)
     stream.open(epoch, num_blocks)
     assert worker.wait_ready(DEADLINE_SECONDS).epoch == epoch
     return stream
@@ -202,8 +208,7 @@ def test_heartbeats_continue_during_allocation(server: RankServer, path: Path) -
         return empty_buffer(size_bytes, device)
 
     with Worker(settings(path), LAYERS, allocate=slow) as worker:
-        stream = server.next_stream()
-        stream.register()
+        stream = joined(server)
         stream.say(planned(1, 10))
         wait_until(lambda: worker.status.phase.value == "allocating")
         before = len(stream.heartbeats)
@@ -221,8 +226,7 @@ def test_heartbeats_continue_while_a_hook_runs(server: RankServer, path: Path) -
         assert may_go_on.wait(DEADLINE_SECONDS)
 
     with Worker(settings(path), LAYERS, hooks=WorkerHooks(on_epoch=slow)) as worker:
-        stream = server.next_stream()
-        stream.register()
+        stream = joined(server)
         stream.open(1, 10)
         before = len(stream.heartbeats)
         wait_until(lambda: len(stream.heartbeats) >= before + 5)
@@ -380,8 +384,7 @@ def test_a_device_with_less_memory_than_planned_gets_what_fits(
 ) -> None:
     buffers = Buffers(limit_bytes=7 * BLOCK_BYTES)
     with caplog.at_level(logging.WARNING, "kvpool.worker"), Worker(settings(path), LAYERS, allocate=buffers) as worker:
-        stream = server.next_stream()
-        stream.register()
+        stream = joined(server)
         assert stream.open(1, 10).num_blocks == 7
         assert worker.wait_ready(DEADLINE_SECONDS).num_blocks == 7
         (record,) = [record for record in caplog.records if record.msg == "rank allocated less than planned"]
@@ -391,44 +394,12 @@ def test_a_device_with_less_memory_than_planned_gets_what_fits(
         assert stream.register().held.num_blocks == 7
 
 
-def test_a_device_without_memory_for_two_blocks_ends_the_rank(server: RankServer, path: Path) -> None:
-    with Worker(settings(path), LAYERS, allocate=Buffers(limit_bytes=BLOCK_BYTES)) as worker:
-        stream = server.next_stream()
-        stream.register()
-        stream.say(planned(1, 10))
-        with pytest.raises(ExhaustedError, match=r"2 blocks of .* do not fit cpu"):
-            worker.wait_ready(DEADLINE_SECONDS)
-        assert stream.next().WhichOneof("message") == "leave"
-
-
 def broken_allocator(_: int, __: torch.device) -> torch.Tensor:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
 def broken_hook(_: RankPool) -> None:
     raise RuntimeError("the runner has a bug")
-
-
-@pytest.mark.parametrize(
-    ("hooks", "allocate", "message"),
-    [
-        (WorkerHooks(on_epoch=broken_hook), empty_buffer, "the runner has a bug"),
-        (WorkerHooks(), broken_allocator, "illegal memory access"),
-    ],
-)
-def test_an_unexpected_error_in_the_process_ends_the_rank(
-    server: RankServer, path: Path, hooks: WorkerHooks, allocate: BufferAllocator, message: str
-) -> None:
-    with Worker(settings(path), LAYERS, hooks=hooks, allocate=allocate) as worker:
-        stream = server.next_stream()
-        stream.register()
-        stream.say(planned(1, 10))
-        if allocate is empty_buffer:
-            stream.initialized()
-            stream.say(ready(1, 10))
-        with pytest.raises(RuntimeError, match=message):
-            worker.wait_ready(DEADLINE_SECONDS)
-        assert stream.next().WhichOneof("message") == "leave"
 
 
 def test_a_failing_release_hook_does_not_keep_the_tensors(server: RankServer, path: Path) -> None:
@@ -455,20 +426,40 @@ def empty_plan() -> worker_pb2.JoinResponse:
     return plan
 
 
-@pytest.mark.parametrize(
-    ("plan", "message"),
-    [(torn_plan(), r"layer 'l\.\d' is in no buffer"), (empty_plan(), r"plan\.num_blocks: 0")],
-    ids=["torn", "empty"],
-)
-def test_a_plan_that_cannot_be_laid_out_ends_the_rank(
-    server: RankServer, path: Path, plan: worker_pb2.JoinResponse, message: str
-) -> None:
-    with Worker(settings(path), LAYERS) as worker:
-        stream = server.next_stream()
-        stream.register()
-        stream.say(plan)
-        with pytest.raises(InvalidArgumentError, match=message):
+def saying(plan: worker_pb2.JoinResponse) -> Callable[[RankStream], None]:
+    return lambda stream: stream.say(plan)
+
+
+PLAN = saying(planned(1, 10))
+ENDS: dict[str, tuple[dict[str, Any], Callable[[RankStream], object], type[Exception], str]] = {
+    "a bug of the runner": (
+        {"hooks": WorkerHooks(on_epoch=broken_hook)},
+        lambda stream: stream.open(1, 10),
+        RuntimeError,
+        "has a bug",
+    ),
+    "a broken device": ({"allocate": broken_allocator}, PLAN, RuntimeError, "illegal memory access"),
+    "no memory for two blocks": (
+        {"allocate": Buffers(limit_bytes=BLOCK_BYTES)},
+        PLAN,
+        ExhaustedError,
+        r"2 blocks of .* do not fit cpu",
+    ),
+    "a torn plan": ({}, saying(torn_plan()), InvalidArgumentError, r"layer 'l\.\d' is in no buffer"),
+    "an empty plan": ({}, saying(empty_plan()), InvalidArgumentError, r"plan\.num_blocks: 0"),
+}
+"""Options of the worker, what the server says, and the error that ends the rank."""
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_an_unexpected_error_ends_the_rank(server: RankServer, path: Path, end: str) -> None:
+    options, say, error, message = ENDS[end]
+    with Worker(settings(path), LAYERS, **options) as worker:
+        stream = joined(server)
+        say(stream)
+        with pytest.raises(error, match=message):
             worker.wait_ready(DEADLINE_SECONDS)
+        assert stream.next().WhichOneof("message") == "leave"
 
 
 def test_closing_during_an_allocation_frees_its_result(server: RankServer, path: Path) -> None:
@@ -482,8 +473,7 @@ def test_closing_during_an_allocation_frees_its_result(server: RankServer, path:
 
     worker = Worker(settings(path), LAYERS, allocate=slow)
     worker.start()
-    stream = server.next_stream()
-    stream.register()
+    stream = joined(server)
     stream.say(planned(1, 10))
     assert called.wait(DEADLINE_SECONDS)
     closing = threading.Thread(target=worker.close)
@@ -496,14 +486,13 @@ def test_closing_during_an_allocation_frees_its_result(server: RankServer, path:
 
 
 def test_layouts_are_checked_before_joining(path: Path) -> None:
-    with pytest.raises(InvalidArgumentError, match="layer 'missing' is not a layer of the rank"):
-        Worker(settings(path), LAYERS, layouts={"missing": "triton"})
-    with pytest.raises(InvalidArgumentError, match=r"'l\.0'"):
-        Worker(settings(path), LAYERS, layouts={"l.0": "no such layout"})
-    with pytest.raises(
-        InvalidArgumentError, match=r"layout: 'mla' for layer 'l\.0': a FullAttentionSpec keeps no latent"
+    for layouts, message in (
+        ({"missing": "triton"}, "layer 'missing' is not a layer of the rank"),
+        ({"l.0": "no such layout"}, r"'l\.0'"),
+        ({"l.0": "mla"}, r"layout: 'mla' for layer 'l\.0': a FullAttentionSpec keeps no latent"),
     ):
-        Worker(settings(path), LAYERS, layouts={"l.0": "mla"})
+        with pytest.raises(InvalidArgumentError, match=message):
+            Worker(settings(path), LAYERS, layouts=layouts)
 
 
 def test_a_layout_shapes_its_layer(server: RankServer, path: Path) -> None:

@@ -80,25 +80,15 @@ class Works:
 
 
 def play(
-    specs: Sequence[KVCacheSpec],
-    num_blocks: int,
-    works: Works,
-    *,
-    max_num_seqs: int = 4,
-    max_num_batched_tokens: int = 8,
+    specs: Sequence[KVCacheSpec], num_blocks: int, works: Works, most_tokens: int = 8
 ) -> tuple[Counts, Bookkeeper]:
     executor = Bookkeeper(specs)
     with connect("embedded:") as client:
         groups = tuple(map(KVCacheGroup, specs))
         client.create_pool(PoolConfig(PoolName("p"), num_blocks, 256, groups, allow_too_few_blocks=True))
         with client.open_session("p") as session:
-            counts = Scheduler(
-                session,
-                works,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=max_num_batched_tokens,
-                executor=executor,
-            ).run()
+            scheduler = Scheduler(session, works, max_num_seqs=4, max_num_batched_tokens=most_tokens, executor=executor)
+            counts = scheduler.run()
     return counts, executor
 
 
@@ -142,7 +132,7 @@ def test_a_preempted_request_got_no_slots_in_the_same_round() -> None:
         Work("c", [*prompt, *greedy(prompt, 1), 2], 1),
     )
     specs = [FullAttentionSpec(8), SlidingWindowSpec(4, sliding_window=100)]
-    counts, executor = play(specs, 10, works, max_num_batched_tokens=64)
+    counts, executor = play(specs, 10, works, most_tokens=64)
     assert executor.rounds[1] == (["short0", "short1", "a"], ["b"])
     assert executor.rounds[2][0] == ["b", "c"]
     assert counts.hit_tokens == 8  # c hits all blocks that b filled

@@ -1,12 +1,12 @@
 """The scheduler completes all requests with any pool size, and frees all blocks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
 from kvpool.client import (
     ChunkedLocalAttentionSpec,
-    Client,
     FullAttentionSpec,
     KVCacheGroup,
     KVCacheSpec,
@@ -17,8 +17,9 @@ from kvpool.client import (
     connect,
 )
 from kvpool.core.ids import PoolName
+from kvpool.replay.result import Counts
 from kvpool.replay.scheduler import Scheduler
-from kvpool.replay.workload import ChatShare, Work
+from kvpool.replay.workload import ChatShare, Work, Workload
 
 
 class Fixed:
@@ -45,9 +46,17 @@ MIXES: dict[str, list[KVCacheSpec]] = {
 }
 
 
-def make_pool(client: Client, num_blocks: int, specs: Sequence[KVCacheSpec] = (FULL,)) -> None:
+def played(num_blocks: int, specs: Sequence[KVCacheSpec], workload: Workload, **options: Any) -> Counts:
+    """Plays requests in a pool; checks that nothing is left in it."""
     groups = tuple(map(KVCacheGroup, specs))
-    client.create_pool(PoolConfig(PoolName("p"), num_blocks, 4096, groups, allow_too_few_blocks=True))
+    with connect("embedded:") as client:
+        client.create_pool(PoolConfig(PoolName("p"), num_blocks, 4096, groups, allow_too_few_blocks=True))
+        with client.open_session("p") as session:
+            counts = Scheduler(session, workload, **options).run()
+        info = client.get_pool("p")
+    assert (info.free_blocks, info.requests) == (num_blocks - 1 - info.sink_blocks, 0)
+    assert info.preemptions == counts.preemptions
+    return counts
 
 
 @pytest.mark.parametrize("mix", MIXES)
@@ -55,64 +64,37 @@ def make_pool(client: Client, num_blocks: int, specs: Sequence[KVCacheSpec] = (F
 def test_plays_all_requests_with_and_without_preemption(mix: str, preempts: bool) -> None:  # noqa: FBT001
     num_blocks = {"full": 20, "windows": 54, "chunks": 34, "states": 34, "sinks": 30}[mix] if preempts else 1000
     works = [Work(f"r{i}", [i] * 20, 30) for i in range(6)]
-    with connect("embedded:") as client:
-        make_pool(client, num_blocks, MIXES[mix])
-        with client.open_session("p") as session:
-            counts = Scheduler(session, Fixed(*works), max_num_batched_tokens=16).run()
-        info = client.get_pool("p")
+    counts = played(num_blocks, MIXES[mix], Fixed(*works), max_num_batched_tokens=16)
     assert (counts.requests, counts.output_tokens, counts.input_tokens) == (6, 180, 120)
     assert (counts.preemptions > 0) is preempts
-    assert info.preemptions == counts.preemptions
-    assert (info.free_blocks, info.requests) == (num_blocks - 1 - info.sink_blocks, 0)
-
-
-def test_rejects_requests_that_are_too_large_for_the_pool() -> None:
-    with connect("embedded:") as client:
-        make_pool(client, 10)
-        with client.open_session("p") as session:
-            works = (Work("huge", [1] * 33, 4), Work("small", [1] * 32, 4))
-            counts = Scheduler(session, Fixed(*works)).run()
-    assert (counts.rejected_requests, counts.requests) == (1, 1)
-
-
-def test_the_blocks_of_all_groups_count_for_the_size_of_a_request() -> None:
-    with connect("embedded:") as client:
-        make_pool(client, 12, MIXES["windows"])  # 11 usable; 12 tokens need 3 blocks in each of four groups
-        with client.open_session("p") as session:
-            counts = Scheduler(session, Fixed(Work("large", [1] * 8, 4), Work("small", [1] * 4, 4))).run()
-    assert (counts.rejected_requests, counts.requests) == (1, 1)
 
 
 @pytest.mark.parametrize(
-    ("specs", "num_blocks"),
+    ("specs", "num_blocks", "num_tokens"),
     [
-        ([SlidingWindowSpec(4, sliding_window=100)], 5),
-        ([FULL, *[SlidingWindowSpec(4, sliding_window=100)] * 4], 21),
-        ([ChunkedLocalAttentionSpec(4, attention_chunk_size=10)], 5),
-        ([MambaSpec(4, num_speculative_blocks=1)], 6),
+        ([FULL], 10, 32),
+        (MIXES["windows"], 12, 4),  # 11 usable; 12 tokens need 3 blocks in each of four groups
+        ([SlidingWindowSpec(4, sliding_window=100)], 5, 12),
+        ([FULL, *[SlidingWindowSpec(4, sliding_window=100)] * 4], 21, 12),
+        ([ChunkedLocalAttentionSpec(4, attention_chunk_size=10)], 5, 12),
+        ([MambaSpec(4, num_speculative_blocks=1)], 6, 12),
     ],
 )
-def test_a_request_that_just_fits_is_played(specs: list[KVCacheSpec], num_blocks: int) -> None:
-    with connect("embedded:") as client:
-        make_pool(client, num_blocks, specs)
-        with client.open_session("p") as session:
-            counts = Scheduler(session, Fixed(Work("r", [1] * 12, 4))).run()
-    assert (counts.rejected_requests, counts.requests) == (0, 1)
+def test_a_request_that_fits_is_played_and_a_larger_one_rejected(
+    specs: list[KVCacheSpec], num_blocks: int, num_tokens: int
+) -> None:
+    works = (Work("larger", [1] * (num_tokens + 1), 4), Work("fits", [1] * num_tokens, 4))
+    counts = played(num_blocks, specs, Fixed(*works))
+    assert (counts.rejected_requests, counts.requests) == (1, 1)
 
 
 def test_requests_without_output_are_prefilled_only() -> None:
-    with connect("embedded:") as client:
-        make_pool(client, 100)
-        with client.open_session("p") as session:
-            counts = Scheduler(session, Fixed(Work("r", [1] * 40, 0)), max_num_batched_tokens=7).run()
+    counts = played(100, [FULL], Fixed(Work("r", [1] * 40, 0)), max_num_batched_tokens=7)
     assert (counts.requests, counts.output_tokens, counts.steps) == (1, 0, 7)  # six rounds of prefill, one to free
 
 
 def test_later_turns_hit_earlier_turns() -> None:
-    with connect("embedded:") as client:
-        make_pool(client, 5000)
-        with client.open_session("p") as session:
-            counts = Scheduler(session, ChatShare(1, 0, 3, 4)).run()
+    counts = played(5000, [FULL], ChatShare(1, 0, 3, 4))
     assert counts.requests == 12
     assert counts.hit_tokens > counts.input_tokens / 2
     assert counts.shared_hit_tokens == 0

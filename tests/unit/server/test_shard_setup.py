@@ -88,12 +88,6 @@ async def test_addresses_that_others_cannot_use_are_refused(make: Make, name: st
         make(**settings)
 
 
-async def test_the_journal_of_another_shard_is_refused(make: Make) -> None:
-    make()
-    with pytest.raises(OSError, match="belongs to shard c, this server to other"):
-        make(url="etcd://127.0.0.1:1/other")
-
-
 async def test_standbys_connect_with_tls_as_clients_do(make: Make, tmp_path: Path) -> None:
     authority = Authority(tmp_path, "ours")
     pair = authority.issue("127.0.0.1")

@@ -124,11 +124,6 @@ def test_a_file_that_all_users_can_access_is_refused(tmp_path: Path, mode: int) 
         read_tokens(written(tmp_path, ENTRY, mode))
 
 
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="No such file"):
-        read_tokens(tmp_path / "none")
-
-
 class TokenFile:
     """A token file, and its copy in a server, at a time that the test sets."""
 

@@ -14,16 +14,16 @@ from support.replicas import until
 class FakeReplica:
     """What the gate reads of a replica."""
 
-    def __init__(self) -> None:
-        self.last_position = 5
+    def __init__(self, last_position: int) -> None:
+        self.last_position = last_position
         self.confirmed = 5
 
 
 class GatedServer:
     """A gate, and the marks that it sends."""
 
-    def __init__(self, max_wait_seconds: float = 60.0) -> None:
-        self.replica = FakeReplica()
+    def __init__(self, last_position: int = 5, max_wait_seconds: float = 60.0) -> None:
+        self.replica = FakeReplica(last_position)
         self.num_marks = 0
         self.gate = Gate(self.replica, self, max_wait_seconds)  # type: ignore[arg-type]
 
@@ -50,8 +50,7 @@ async def test_what_is_confirmed_does_not_wait() -> None:
 
 
 async def test_an_answer_waits_until_every_record_so_far_is_confirmed() -> None:
-    server = GatedServer()
-    server.replica.last_position = 7
+    server = GatedServer(last_position=7)
     first = await server.waiting(5)
     server.replica.last_position = 9
     second = await server.waiting(5)
@@ -77,8 +76,7 @@ async def test_an_answer_without_a_record_since_the_call_arrived_waits_for_a_mar
 
 
 async def test_a_record_of_another_call_is_as_good_as_a_mark() -> None:
-    server = GatedServer()
-    server.replica.last_position = 6
+    server = GatedServer(last_position=6)
     read = await server.waiting(5)
     assert not server.num_marks
     server.confirm(6)
@@ -87,8 +85,7 @@ async def test_a_record_of_another_call_is_as_good_as_a_mark() -> None:
 
 async def test_a_wait_is_bounded() -> None:
     """Rule 4."""
-    server = GatedServer(max_wait_seconds=0.01)
-    server.replica.last_position = 6
+    server = GatedServer(last_position=6, max_wait_seconds=0.01)
     with pytest.raises(UnavailableError, match=r"within 0\.01 s") as caught:
         await server.gate.wait(None)
     assert (caught.value.reason, caught.value.retry_seconds) == ("NOT_CONFIRMED", RETRY_SECONDS)
@@ -96,8 +93,7 @@ async def test_a_wait_is_bounded() -> None:
 
 
 async def test_calls_that_gave_up_take_no_memory() -> None:
-    server = GatedServer(max_wait_seconds=0.01)
-    server.replica.last_position = 6
+    server = GatedServer(last_position=6, max_wait_seconds=0.01)
     for _ in range(3):
         with pytest.raises(UnavailableError):
             await server.gate.wait(None)
@@ -108,8 +104,7 @@ async def test_calls_that_gave_up_take_no_memory() -> None:
 
 
 async def test_a_cancelled_call_does_not_delay_others() -> None:
-    server = GatedServer()
-    server.replica.last_position = 6
+    server = GatedServer(last_position=6)
     cancelled, other = await server.waiting(None), await server.waiting(None)
     cancelled.cancel()
     await asyncio.gather(cancelled, return_exceptions=True)
@@ -118,8 +113,7 @@ async def test_a_cancelled_call_does_not_delay_others() -> None:
 
 
 async def test_a_closed_gate_lets_nothing_out() -> None:
-    server = GatedServer()
-    server.replica.last_position = 6
+    server = GatedServer(last_position=6)
     waiting = [await server.waiting(None) for _ in range(3)]
     error = NotPrimaryError(("other:1",), 4)
     server.gate.close(error)
@@ -134,8 +128,7 @@ async def test_a_closed_gate_lets_nothing_out() -> None:
 
 
 async def test_a_call_that_was_let_out_is_not_refused_by_a_later_close() -> None:
-    server = GatedServer()
-    server.replica.last_position = 6
+    server = GatedServer(last_position=6)
     waiting = await server.waiting(None)
     server.confirm(6)
     server.gate.close(NotPrimaryError((), 4))

@@ -50,10 +50,10 @@ def test_an_acknowledgement_is_read_as_written(position: int) -> None:
     assert acknowledged_position(frame.payload) == position
 
 
-@pytest.mark.parametrize("plain", [None, True, "1", 1.5, [1], {"position": 1}, b"1"])
-def test_an_acknowledgement_of_anything_else_is_damage(plain: object) -> None:
+@pytest.mark.parametrize("payload", [b"\x80\x80", *map(dumps, (None, True, "1", 1.5, [1], {"position": 1}, b"1"))])
+def test_an_acknowledgement_of_anything_else_is_damage(payload: bytes) -> None:
     with pytest.raises(DamageError):
-        acknowledged_position(dumps(plain))
+        acknowledged_position(payload)
 
 
 def test_the_token_is_not_in_the_text_of_a_hello() -> None:

@@ -127,6 +127,14 @@ async def fixture_world(tmp_path: Path) -> AsyncIterator[StandbyWorld]:
     kill(world.journal)
 
 
+@pytest.fixture(name="primary")
+async def fixture_primary(world: StandbyWorld) -> Primary:
+    """A primary that the standby follows, with its state."""
+    primary = Primary()
+    await world.load(primary)
+    return primary
+
+
 async def test_the_first_message_says_who_follows_and_what_it_has(world: StandbyWorld) -> None:
     hello = hello_of(world.transport.frames[0].payload)
     assert (hello.shard, hello.token, hello.member, hello.term) == ("test", "", world.member.me, 3)
@@ -184,9 +192,9 @@ async def test_frames_after_a_snapshot_are_executed_after_it(world: StandbyWorld
     assert not world.transport.is_aborted
 
 
-async def test_a_record_is_executed_and_written_before_it_is_acknowledged(world: StandbyWorld) -> None:
-    primary = Primary()
-    await world.load(primary)
+async def test_a_record_is_executed_and_written_before_it_is_acknowledged(
+    world: StandbyWorld, primary: Primary
+) -> None:
     for number in range(1, 6):
         world.stream.data_received(primary.record())
         assert encoded(world.state) == encoded(primary.state)
@@ -194,9 +202,7 @@ async def test_a_record_is_executed_and_written_before_it_is_acknowledged(world:
         assert world.acknowledged[-1] == 6 + number
 
 
-async def test_a_standby_that_resumes_acknowledges_what_it_has(world: StandbyWorld) -> None:
-    primary = Primary()
-    await world.load(primary)
+async def test_a_standby_that_resumes_acknowledges_what_it_has(world: StandbyWorld, primary: Primary) -> None:
     missed = primary.record() + primary.record()
     world.connect()
     world.stream.data_received(to_frame(Welcome(6, resumes=True, now_seconds=7.0)) + missed)
@@ -204,10 +210,8 @@ async def test_a_standby_that_resumes_acknowledges_what_it_has(world: StandbyWor
     assert encoded(world.state) == encoded(primary.state)
 
 
-async def test_nothing_is_acknowledged_after_a_takeover_was_sent(world: StandbyWorld) -> None:
+async def test_nothing_is_acknowledged_after_a_takeover_was_sent(world: StandbyWorld, primary: Primary) -> None:
     """I4 of the replica."""
-    primary = Primary()
-    await world.load(primary)
     record = ShardRecord(3, PRIMARY.member_id, (world.member.me, PRIMARY), "x")
     world.member.step(events.DirectoryRead(VersionedRecord(2, record)))
     world.member.step(events.StreamLost())
@@ -215,9 +219,7 @@ async def test_nothing_is_acknowledged_after_a_takeover_was_sent(world: StandbyW
     assert not world.acknowledged
 
 
-async def test_nothing_is_executed_after_the_connection_was_left(world: StandbyWorld) -> None:
-    primary = Primary()
-    await world.load(primary)
+async def test_nothing_is_executed_after_the_connection_was_left(world: StandbyWorld, primary: Primary) -> None:
     before = encoded(world.state)
     world.client.leave()
     world.stream.data_received(primary.record())
@@ -242,11 +244,9 @@ async def test_a_snapshot_is_not_used_after_the_connection_was_left(world: Stand
 
 
 async def test_a_record_with_another_result_loses_the_state(
-    world: StandbyWorld, caplog: pytest.LogCaptureFixture
+    world: StandbyWorld, primary: Primary, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Rule 3."""
-    primary = Primary()
-    await world.load(primary)
     damage(world.state)
     world.stream.data_received(primary.record() + primary.record())
     assert world.count(events.StateDiffers) == 1
@@ -257,19 +257,15 @@ async def test_a_record_with_another_result_loses_the_state(
     assert [record.levelno for record in caplog.records if "differs" in record.msg] == [logging.CRITICAL]
 
 
-async def test_a_record_that_is_refused_loses_the_state(world: StandbyWorld) -> None:
-    primary = Primary()
-    await world.load(primary)
+async def test_a_record_that_is_refused_loses_the_state(world: StandbyWorld, primary: Primary) -> None:
     world.state.close_session(primary.session.session_id, 0.0)
     world.stream.data_received(primary.record())
     assert world.count(events.StateDiffers) == 1
 
 
 async def test_a_record_that_is_executed_in_part_ends_the_process(
-    world: StandbyWorld, monkeypatch: pytest.MonkeyPatch
+    world: StandbyWorld, primary: Primary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    primary = Primary()
-    await world.load(primary)
     world.stream.data_received(primary.record())
 
     def fail(*_: object) -> None:

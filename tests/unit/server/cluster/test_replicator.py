@@ -24,7 +24,7 @@ from kvpool.server.cluster.messages import (
     to_frame,
 )
 from kvpool.server.cluster.record_buffer import RecordBuffer
-from kvpool.server.cluster.replicator import MAX_PENDING, Replicator
+from kvpool.server.cluster.replicator import MAX_PENDING, Replicator, StandbyConnection
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import dumps
 from kvpool.server.journal.frames import FrameKind, encode_frame
@@ -88,6 +88,16 @@ async def joined(primary: Primary) -> PlayedStandby:
     return connection
 
 
+async def joined_without_reading(primary: Primary) -> tuple[PlayedStandby, StandbyConnection]:
+    """A standby that reads nothing of its snapshot."""
+    async with primary.server.journal.snapshot_lock:
+        standby = await connected(primary, HELLO)
+        await until(lambda: primary.replicator.connections)
+        link = primary.replicator.connections[OTHER.member_id]
+        link.pause_writing()  # as asyncio does when much is not read
+    return standby, link
+
+
 async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) -> None:
     primary.append(b"before")
     connection = await connected(primary, HELLO)
@@ -99,6 +109,7 @@ async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) 
         (FrameKind.RECORD, b"one"),
         MARK,
     ]
+    assert primary.replicator.num_sent_bytes == connection.num_received_bytes
 
 
 async def test_a_standby_is_in_sync_when_it_has_acknowledged_everything(primary: Primary) -> None:
@@ -195,21 +206,14 @@ async def test_a_standby_that_does_not_read_its_snapshot_is_left(
     primary: Primary, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replicator_module, "STALL_SECONDS", 0.01)
-    async with primary.server.journal.snapshot_lock:
-        await connected(primary, HELLO)
-        await until(lambda: primary.replicator.connections)
-        primary.replicator.connections[OTHER.member_id].pause_writing()  # as asyncio does when much is not read
+    await joined_without_reading(primary)
     await until(lambda: not primary.replicator.connections)
     assert "standby does not read" in caplog.messages
     assert not primary.server.state._is_read
 
 
 async def test_a_snapshot_goes_on_when_the_standby_reads_again(primary: Primary) -> None:
-    async with primary.server.journal.snapshot_lock:
-        connection = await connected(primary, HELLO)
-        await until(lambda: primary.replicator.connections)
-        link = primary.replicator.connections[OTHER.member_id]
-        link.pause_writing()
+    connection, link = await joined_without_reading(primary)
     await connection.answer()
     assert not link.is_live
     link.resume_writing()
@@ -219,10 +223,7 @@ async def test_a_snapshot_goes_on_when_the_standby_reads_again(primary: Primary)
 
 async def test_no_snapshot_is_read_after_the_end(primary: Primary) -> None:
     """The journal writes its last snapshot then."""
-    async with primary.server.journal.snapshot_lock:
-        await connected(primary, HELLO)
-        await until(lambda: primary.replicator.connections)
-        primary.replicator.connections[OTHER.member_id].pause_writing()
+    await joined_without_reading(primary)
     await until(lambda: primary.server.state._is_read)
     await primary.replicator.close()
     assert not primary.server.state._is_read
@@ -237,7 +238,6 @@ REFUSED = {
     "an unknown kind": (encode_frame(99, b""), "MALFORMED"),  # type: ignore[arg-type]
     "no hello": (encode_frame(*MARK), "MALFORMED"),
     "an acknowledgement first": (acknowledgement(0), "MALFORMED"),
-    "a malformed hello": (encode_frame(FrameKind.HELLO, b"\x80"), "MALFORMED"),
     "a hello without fields": (encode_frame(FrameKind.HELLO, dumps({})), "MALFORMED"),
     "a deep hello": (encode_frame(FrameKind.HELLO, b"\x81" * (MAX_HELLO_BYTES - 1)), "MALFORMED"),
     "a large hello": (encode_frame(FrameKind.HELLO, bytes(MAX_HELLO_BYTES + 1)), "MALFORMED"),
@@ -292,8 +292,6 @@ WRONG: dict[str, bytes] = {
     "a position that does not exist": acknowledgement(1),
     "a position that goes back": acknowledgement(0) + acknowledgement(NOTHING),
     "no position": encode_frame(FrameKind.ACKNOWLEDGED, dumps("1")),
-    "a boolean": encode_frame(FrameKind.ACKNOWLEDGED, dumps(True)),  # noqa: FBT003 - a value
-    "not CBOR": encode_frame(FrameKind.ACKNOWLEDGED, b"\x80\x80"),
     "a large frame": encode_frame(FrameKind.ACKNOWLEDGED, dumps("x" * 64)),
     "another kind": encode_frame(FrameKind.MARK, dumps(0)),
     "a second hello": encode_frame(FrameKind.HELLO, dumps(0)),

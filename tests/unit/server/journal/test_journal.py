@@ -7,8 +7,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -19,7 +20,7 @@ from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.pool_list import EPOCH_LEAP
 from support.core import config
 from support.faults import ArmedFaults
-from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
+from support.journal import Traffic, assert_alike, assert_recovers, begin, journal_in, kill, recovered, running
 from support.open_files import no_free_files
 from support.state import DrivenState, driven
 from support.waiting import until
@@ -39,10 +40,18 @@ def fixture_faults() -> ArmedFaults:
     return ArmedFaults()
 
 
-def begun(folder: Path, **settings: Any) -> tuple[Journal, Traffic]:
+def begun(folder: Path, num_changes: int = 0, **settings: Any) -> tuple[Journal, Traffic]:
     journal = journal_in(folder, **settings)
     begin(journal)
-    return journal, Traffic(driven(journal), CONFIG, seed=1)
+    traffic = Traffic(driven(journal), CONFIG, seed=1)
+    traffic.changes(num_changes)
+    return journal, traffic
+
+
+def give_up(journal: Journal, traffic: Traffic) -> None:
+    """Makes changes until one cannot be recorded."""
+    while journal.counts.is_up:
+        traffic.change()
 
 
 def names(folder: Path) -> list[str]:
@@ -53,8 +62,16 @@ async def up(journal: Journal) -> None:
     await until(lambda: journal.counts.is_up)
 
 
-def refuse_to_write(*_: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def failing_with(number: int) -> Callable[..., NoReturn]:
+    """A call that fails with an error of the system."""
+
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+refuse_to_write = failing_with(errno.ENOSPC)
 
 
 @contextlib.contextmanager
@@ -82,18 +99,8 @@ def test_files_are_readable_by_their_user_only(tmp_path: Path) -> None:
     kill(journal)
 
 
-def test_a_second_journal_in_a_folder_is_refused(tmp_path: Path) -> None:
-    journal, _ = begun(tmp_path)
-    with pytest.raises(OSError, match="another server uses the journal"):
-        journal_in(tmp_path)
-    kill(journal)
-    journal_in(tmp_path).close()
-
-
 def test_files_of_an_earlier_process_count(tmp_path: Path) -> None:
-    journal, traffic = begun(tmp_path, max_bytes=2**20)
-    for _ in range(500):
-        traffic.change()
+    journal, _ = begun(tmp_path, num_changes=500, max_bytes=2**20)
     kill(journal)
     before = size_bytes(tmp_path)
     assert before > 2**15
@@ -109,9 +116,7 @@ def test_files_of_an_earlier_process_count(tmp_path: Path) -> None:
 async def test_a_failure_at_any_point_of_a_snapshot_loses_nothing(
     tmp_path: Path, faults: ArmedFaults, point: str
 ) -> None:
-    journal, traffic = begun(tmp_path, faults=faults)
-    for _ in range(20):
-        traffic.change()
+    journal, traffic = begun(tmp_path, num_changes=20, faults=faults)
     faults.arm(f"{point}:error:1")
     with pytest.raises(OSError, match="armed to fail"):
         await journal._snapshot()
@@ -122,9 +127,7 @@ async def test_a_failure_at_any_point_of_a_snapshot_loses_nothing(
 
 async def test_changes_during_a_snapshot_are_in_the_next_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.core.snapshots.SLICE_LENGTH", 7)
-    journal, traffic = begun(tmp_path)
-    for _ in range(20):
-        traffic.change()
+    journal, traffic = begun(tmp_path, num_changes=20)
     snapshot = asyncio.create_task(journal._snapshot())
     turns = 0
     while not snapshot.done():
@@ -138,46 +141,38 @@ async def test_changes_during_a_snapshot_are_in_the_next_log(tmp_path: Path, mon
 
 async def test_a_long_log_is_followed_by_a_snapshot(tmp_path: Path) -> None:
     journal, traffic = begun(tmp_path, max_bytes=2**20)
-    running = asyncio.create_task(journal.run())
-    while journal.counts.snapshots < 3:
-        traffic.change()
-        await asyncio.sleep(0)
-    running.cancel()
-    assert journal.counts.is_up
-    assert journal.counts.size_bytes < 2**20
-    assert_alike(journal.state, dies(journal, tmp_path))
+    async with running(journal):
+        while journal.counts.snapshots < 3:
+            traffic.change()
+            await asyncio.sleep(0)
+        assert journal.counts.is_up
+        assert journal.counts.size_bytes < 2**20
+    assert_recovers(tmp_path, journal.state)
 
 
 async def test_a_failed_write_deletes_the_journal_and_a_new_one_begins(tmp_path: Path, faults: ArmedFaults) -> None:
-    journal, traffic = begun(tmp_path, faults=faults)
-    for _ in range(20):
-        traffic.change()
+    journal, traffic = begun(tmp_path, num_changes=20, faults=faults)
     faults.arm("journal.before_write:error:1,snapshot.slice_written:error:1")
-    while journal.counts.is_up:
-        traffic.change()
+    give_up(journal, traffic)
     assert names(tmp_path) == ["lock", "pools"]
     assert not journal.is_recording
     traffic.change()  # the server continues to work
-    running = asyncio.create_task(journal.run())
-    while not journal.counts.is_up:
+    async with running(journal):
+        while not journal.counts.is_up:
+            traffic.change()
+            await asyncio.sleep(0.005)
+        assert journal.counts.failures == 2  # the first snapshot of the new journal failed, too
         traffic.change()
-        await asyncio.sleep(0.005)
-    running.cancel()
-    assert journal.counts.failures == 2  # the first snapshot of the new journal failed, too
-    traffic.change()
-    assert_alike(journal.state, dies(journal, tmp_path))
+    assert_recovers(tmp_path, journal.state)
 
 
 async def test_a_new_journal_lists_the_pools_created_without_one(tmp_path: Path, faults: ArmedFaults) -> None:
     journal, traffic = begun(tmp_path, faults=faults)
     faults.arm("journal.before_write:error:1")
-    while journal.counts.is_up:
-        traffic.change()
+    give_up(journal, traffic)
     driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32, 7)
-    running = asyncio.create_task(journal.run())
-    await up(journal)
-    running.cancel()
-    kill(journal)
+    async with running(journal):
+        await up(journal)
     (tmp_path / f"snapshot-{journal._number}").unlink()
     found = recovered(tmp_path)
     assert found.dropped
@@ -190,30 +185,28 @@ async def test_a_new_journal_lists_the_pools_created_without_one(tmp_path: Path,
 async def test_a_bug_in_a_snapshot_ends_the_journal_and_a_new_one_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal, traffic = begun(tmp_path)
-    traffic.change()
+    journal, traffic = begun(tmp_path, num_changes=1)
 
     def broken(*_: object) -> None:
         raise ZeroDivisionError
 
     with monkeypatch.context() as patched:
         patched.setattr("kvpool.server.journal.journal.snapshot_frames", broken)
-        running = asyncio.create_task(journal.run())
+        task = asyncio.create_task(journal.run())
         journal._due.set()
         while journal.counts.is_up:
-            assert not running.done()
+            assert not task.done()
             await asyncio.sleep(0)
         assert names(tmp_path) == ["lock", "pools"]
         assert [each.message for each in caplog.records if each.levelname == "ERROR"] == ["bug", "journal given up"]
     await up(journal)
-    running.cancel()
+    task.cancel()
     traffic.change()
     assert_alike(journal.state, dies(journal, tmp_path))
 
 
 async def test_a_server_starts_without_a_journal_that_cannot_be_written(tmp_path: Path, faults: ArmedFaults) -> None:
-    journal, traffic = begun(tmp_path)
-    traffic.change()
+    journal, _ = begun(tmp_path, num_changes=1)
     kill(journal)
     (tmp_path / "snapshot-1").unlink()
     journal = journal_in(tmp_path, faults=faults)
@@ -222,17 +215,15 @@ async def test_a_server_starts_without_a_journal_that_cannot_be_written(tmp_path
     assert (journal.counts.is_up, journal.counts.failures) == (False, 1)
     assert journal.error == "WRITE_FAILED: a fault point was armed to fail"
     assert names(tmp_path) == ["lock", "pools"]
-    running = asyncio.create_task(journal.run())
-    await up(journal)
-    running.cancel()
-    assert not journal.error
-    assert_alike(journal.state, dies(journal, tmp_path))
+    async with running(journal):
+        await up(journal)
+        assert not journal.error
+    assert_recovers(tmp_path, journal.state)
 
 
 def test_a_full_disk_at_the_start_ends_a_recovered_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Changes of this process cannot be recorded, so the files must not be trusted later."""
-    journal, traffic = begun(tmp_path)
-    traffic.change()
+    journal, _ = begun(tmp_path, num_changes=1)
     kill(journal)
     journal = journal_in(tmp_path)
     with full_disk(monkeypatch):
@@ -278,17 +269,13 @@ async def test_a_disk_that_is_full_when_the_folder_is_made_again_leaves_a_trace(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "journal"
-    journal, traffic = begun(folder)
-    traffic.change()
-    running = asyncio.create_task(journal.run())
+    journal, _ = begun(folder, num_changes=1)
     with monkeypatch.context() as full:
-        full.setattr(FrameFile, "append", refuse_to_write)  # the old log can be marked
-        full.setattr(Header, "encode", refuse_to_write)
-        shutil.rmtree(folder)
-        await until((folder / "pools").exists)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        kill(journal)
+        async with running(journal):
+            full.setattr(FrameFile, "append", refuse_to_write)  # the old log can be marked
+            full.setattr(Header, "encode", refuse_to_write)
+            shutil.rmtree(folder)
+            await until((folder / "pools").exists)
     assert recovered(folder).dropped == "NOT_WHOLE"
 
 
@@ -297,27 +284,20 @@ async def test_a_file_that_cannot_be_checked_for_a_while_costs_no_journal(
 ) -> None:
     monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
     journal, traffic = begun(tmp_path)
-    running = asyncio.create_task(journal.run())
-    with monkeypatch.context() as failing:
-
-        def unreadable(*_: object) -> str:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-        failing.setattr("kvpool.server.journal.folder.file_id", unreadable)
-        await until(lambda: caplog.messages.count("journal read repeated") > 1)
-        journal._check_files()
-    assert not running.done()
-    assert journal.counts.is_up
-    assert not journal.error
-    traffic.change()
-    running.cancel()
-    assert_alike(journal.state, dies(journal, tmp_path))
+    async with running(journal):
+        with monkeypatch.context() as failing:
+            failing.setattr("kvpool.server.journal.folder.file_id", failing_with(errno.EIO))
+            await until(lambda: caplog.messages.count("journal read repeated") > 1)
+            journal._check_files()
+        assert journal.counts.is_up
+        assert not journal.error
+        traffic.change()
+    assert_recovers(tmp_path, journal.state)
 
 
 def test_servers_that_cannot_write_begin_different_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each server passes the time as an epoch that earlier servers may have used."""
-    journal, traffic = begun(tmp_path)
-    traffic.change()
+    journal, _ = begun(tmp_path, num_changes=1)
     kill(journal)
     (tmp_path / "snapshot-1").unlink()
     epochs = []
@@ -330,62 +310,43 @@ def test_servers_that_cannot_write_begin_different_epochs(tmp_path: Path, monkey
     assert epochs == [100 + EPOCH_LEAP, 105 + EPOCH_LEAP, 110 + EPOCH_LEAP]
 
 
-def _remove_folder(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
 def _replace_folder(folder: Path) -> None:
     """An older copy is brought back."""
     folder.rename(folder.with_name("moved"))
     shutil.copytree(folder.with_name("older"), folder)
 
 
-def _cut_log(folder: Path) -> None:
-    with (folder / "log-1").open("r+b") as file:
-        file.truncate(100)
-
-
-def _cut_snapshot(folder: Path) -> None:
-    with (folder / "snapshot-1").open("r+b") as file:
-        file.truncate(100)
-
-
-def _replace(name: str) -> Callable[[Path], object]:
-    def replace_by_copy(folder: Path) -> None:
-        shutil.copy(folder / name, folder / "copy")
-        (folder / "copy").rename(folder / name)
-
-    return replace_by_copy
+def _replace(name: str, folder: Path) -> None:
+    shutil.copy(folder / name, folder / "copy")
+    (folder / "copy").rename(folder / name)
 
 
 LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "folder deleted": (_remove_folder, "the folder"),
+    "folder deleted": (shutil.rmtree, "the folder"),
     "folder moved": (lambda folder: folder.rename(folder.with_name("moved")), "the folder"),
     "folder replaced": (_replace_folder, "the folder"),
     "lock deleted": (lambda folder: (folder / "lock").unlink(), "the folder"),
     "log deleted": (lambda folder: (folder / "log-1").unlink(), "log-1"),
     "log moved": (lambda folder: (folder / "log-1").rename(folder / "elsewhere"), "log-1"),
-    "log replaced": (_replace("log-1"), "log-1"),
-    "log cut": (_cut_log, "log-1"),
+    "log replaced": (partial(_replace, "log-1"), "log-1"),
+    "log cut": (lambda folder: os.truncate(folder / "log-1", 100), "log-1"),
     "snapshot deleted": (lambda folder: (folder / "snapshot-1").unlink(), "snapshot-1"),
-    "snapshot replaced": (_replace("snapshot-1"), "snapshot-1"),
-    "snapshot cut": (_cut_snapshot, "snapshot-1"),
+    "snapshot replaced": (partial(_replace, "snapshot-1"), "snapshot-1"),
+    "snapshot cut": (lambda folder: os.truncate(folder / "snapshot-1", 100), "snapshot-1"),
 }
 
 
 async def test_a_folder_that_is_deleted_when_a_snapshot_is_due_ends_the_journal(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
-    before, traffic = begun(folder)
-    traffic.change()
+    before, _ = begun(folder, num_changes=1)
     before.close()
     journal = journal_in(folder)
     begin(journal)  # recovered, so that a snapshot is due at once
     shutil.rmtree(folder)
-    running = asyncio.create_task(journal.run())
-    await until(lambda: journal.counts.failures)
-    await up(journal)
-    assert (running.done(), folder.exists()) == (False, True)
-    running.cancel()
+    async with running(journal):
+        await until(lambda: journal.counts.failures)
+        await up(journal)
+        assert folder.exists()
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -396,24 +357,21 @@ async def test_files_that_are_lost_under_a_running_server_end_the_journal(
     monkeypatch.setattr("kvpool.server.journal.journal.CHECK_SECONDS", 0.01)
     lose, what = LOSSES[loss]
     folder = tmp_path / "journal"
-    journal, traffic = begun(folder)
-    for _ in range(10):
-        traffic.change()
+    journal, traffic = begun(folder, num_changes=10)
     shutil.copytree(folder, tmp_path / "older")
     traffic.change()
-    running = asyncio.create_task(journal.run())
-    await asyncio.sleep(0)
-    lose(folder)
-    await until(lambda: journal.counts.failures)
-    await up(journal)
-    running.cancel()
+    async with running(journal):
+        await asyncio.sleep(0)
+        lose(folder)
+        await until(lambda: journal.counts.failures)
+        await up(journal)
+        traffic.change()
+        with pytest.raises(OSError, match="another server uses the journal"):
+            journal_in(folder)
     (given_up,) = (each for each in caplog.records if each.message == "journal given up")
     assert vars(given_up)["reason"] == "FILES_LOST"
     assert vars(given_up)["error"] == f"{what} was deleted, moved, replaced or cut"
-    traffic.change()
-    with pytest.raises(OSError, match="another server uses the journal"):
-        journal_in(folder)
-    assert_alike(journal.state, dies(journal, folder))
+    assert_recovers(folder, journal.state)
     moved = tmp_path / "moved"
     assert not moved.exists() or recovered(moved).dropped == "DAMAGED"
     moved_log = folder / "elsewhere"
@@ -424,8 +382,7 @@ def test_no_last_snapshot_is_written_to_a_folder_of_another_server(tmp_path: Pat
     folder = tmp_path / "journal"
     journal, _ = begun(folder)
     folder.rename(tmp_path / "moved")
-    other, traffic = begun(folder)
-    traffic.change()
+    other, _ = begun(folder, num_changes=1)
     journal.close()
     assert recovered(tmp_path / "moved").dropped == "DAMAGED"
     assert_alike(other.state, dies(other, folder))
@@ -438,18 +395,16 @@ async def test_no_journal_begins_in_a_folder_that_another_server_has_locked(
     folder = tmp_path / "journal"
     journal, _ = begun(folder)
     folder.rename(tmp_path / "moved")
-    other, traffic = begun(folder)
-    traffic.change()
+    other, _ = begun(folder, num_changes=1)
     before = {path: path.read_bytes() for path in folder.iterdir()}
-    running = asyncio.create_task(journal.run())
-    await until(lambda: not journal.is_recording)
-    await until(lambda: "journal snapshot failed" in caplog.messages)
-    assert not journal.counts.is_up
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    kill(other)
-    await up(journal)
-    running.cancel()
-    assert_alike(journal.state, dies(journal, folder))
+    async with running(journal):
+        await until(lambda: not journal.is_recording)
+        await until(lambda: "journal snapshot failed" in caplog.messages)
+        assert not journal.counts.is_up
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before
+        kill(other)
+        await up(journal)
+    assert_recovers(folder, journal.state)
 
 
 async def test_a_process_without_descriptors_keeps_its_journal(tmp_path: Path) -> None:
@@ -474,14 +429,11 @@ async def test_a_death_during_the_deletion_leaves_no_outdated_state(
     tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch, num_deleted: int, flipped_bits: int
 ) -> None:
     """The next process recovers the newest state or nothing, and nothing from a damaged journal."""
-    journal, traffic = begun(tmp_path, faults=faults)
-    for _ in range(20):
-        traffic.change()
+    journal, traffic = begun(tmp_path, num_changes=20, faults=faults)
     faults.arm("snapshot.before_delete:error:1")
     with pytest.raises(OSError, match="armed to fail"):
         await journal._snapshot()
-    for _ in range(20):
-        traffic.change()
+    traffic.changes(20)
     assert names(tmp_path) == ["lock", "log-1", "log-2", "pools", "snapshot-1", "snapshot-2"]
     content = bytearray((tmp_path / "log-2").read_bytes())
     content[-1] ^= flipped_bits
@@ -524,8 +476,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, number: int, num_written: int) ->
 
 @pytest.mark.parametrize("num_written", [0, 5, 20])
 def test_a_write_that_fails_once_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_written: int) -> None:
-    journal, traffic = begun(tmp_path)
-    traffic.change()
+    journal, traffic = begun(tmp_path, num_changes=1)
     left = fail_once(monkeypatch, errno.EIO, num_written)
     while left:
         traffic.change()
@@ -537,23 +488,17 @@ def test_a_write_that_fails_once_is_repeated(tmp_path: Path, monkeypatch: pytest
 
 def test_a_write_to_a_full_disk_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, traffic = begun(tmp_path)
-    left = fail_once(monkeypatch, errno.ENOSPC, 5)
-    while left:
-        traffic.change()
+    fail_once(monkeypatch, errno.ENOSPC, 5)
+    give_up(journal, traffic)
     assert journal.error == "WRITE_FAILED: No space left on device"
     kill(journal)
 
 
 def test_a_write_that_fails_twice_ends_the_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal, traffic = begun(tmp_path)
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patched:
-        patched.setattr("kvpool.server.journal.folder.write_whole", refuse)
-        while journal.counts.is_up:
-            traffic.change()
+        patched.setattr("kvpool.server.journal.folder.write_whole", failing_with(errno.EIO))
+        give_up(journal, traffic)
     assert journal.error == "WRITE_FAILED: Input/output error"
     kill(journal)
     assert recovered(tmp_path).dropped == "NOT_WHOLE"
@@ -579,16 +524,6 @@ def test_a_list_of_pools_that_cannot_be_written_twice_ends_the_journal(
     kill(journal)
 
 
-def test_without_a_journal_the_next_process_knows_that_one_existed(tmp_path: Path, faults: ArmedFaults) -> None:
-    journal, traffic = begun(tmp_path, faults=faults)
-    traffic.change()
-    faults.arm("journal.before_write:error:1")
-    while journal.counts.is_up:
-        traffic.change()
-    kill(journal)
-    assert recovered(tmp_path).dropped == "NOT_WHOLE"
-
-
 def test_a_journal_given_up_before_its_first_pool_is_reported(tmp_path: Path, faults: ArmedFaults) -> None:
     journal = journal_in(tmp_path, faults=faults)
     begin(journal)
@@ -611,16 +546,10 @@ def test_a_journal_above_its_maximum_size_is_given_up(tmp_path: Path) -> None:
 def test_a_journal_that_cannot_be_deleted_is_overwritten(
     tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, traffic = begun(tmp_path, faults=faults)
-    traffic.change()
+    journal, traffic = begun(tmp_path, num_changes=1, faults=faults)
     faults.arm("journal.before_write:error:1")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(Path, "unlink", refuse)
-    while journal.counts.is_up:
-        traffic.change()
+    monkeypatch.setattr(Path, "unlink", failing_with(errno.EACCES))
+    give_up(journal, traffic)
     monkeypatch.undo()
     kill(journal)
     assert recovered(tmp_path).dropped == "DAMAGED"
@@ -629,11 +558,7 @@ def test_a_journal_that_cannot_be_deleted_is_overwritten(
 def test_a_journal_that_cannot_be_invalidated_ends_the_process(
     tmp_path: Path, faults: ArmedFaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal, traffic = begun(tmp_path, faults=faults)
-    traffic.change()
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError
+    journal, _ = begun(tmp_path, num_changes=1, faults=faults)
 
     class EndError(BaseException):
         pass
@@ -641,7 +566,7 @@ def test_a_journal_that_cannot_be_invalidated_ends_the_process(
     def end(status: int) -> None:
         raise EndError(status)
 
-    monkeypatch.setattr(journal._folder, "invalidate", refuse)
+    monkeypatch.setattr(journal._folder, "invalidate", failing_with(errno.EACCES))
     monkeypatch.setattr(os, "_exit", end)
     faults.arm("journal.before_write:error:1")
     with pytest.raises(EndError, match="70"):

@@ -1,10 +1,8 @@
 """A journal begins again when its state is replaced, as at a standby that loaded a snapshot."""
 
 import asyncio
-import contextlib
 import errno
 import os
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -14,22 +12,11 @@ from kvpool.server.journal.folder import Folder
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.records import encode_record
 from support.core import config
-from support.journal import Traffic, assert_alike, begin, journal_in, kill, recovered
+from support.journal import Traffic, assert_recovers, begin, journal_in, recovered, running
 from support.state import DrivenState, driven
 from support.waiting import DEADLINE_SECONDS, until
 
 CONFIG = config(60)
-
-
-@contextlib.asynccontextmanager
-async def running(journal: Journal) -> AsyncIterator[None]:
-    task = asyncio.create_task(journal.run())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        kill(journal)
 
 
 def files(folder: Path) -> set[str]:
@@ -40,48 +27,29 @@ def replace_state(journal: Journal, seed: int) -> Traffic:
     """Replaces the state by that of another server. Returns its traffic, which goes on in the journal's state."""
     other = DrivenState()
     traffic = Traffic(other, CONFIG, seed)
-    for _ in range(40):
-        traffic.change()
+    traffic.changes(40)
     journal.state.replace(other)
     journal.restart()
     traffic.allocator = driven(journal)
     return traffic
 
 
-async def test_a_new_journal_has_the_state_that_replaced_its_own(tmp_path: Path) -> None:
-    journal = journal_in(tmp_path)
-    async with running(journal):
-        traffic = replace_state(journal, seed=2)
-        await until(lambda: journal.counts.is_up)
-        for _ in range(30):
-            traffic.change()
-    recovery = recovered(tmp_path)
-    assert recovery.num_records > 10
-    assert_alike(journal.state, recovery.state)
-
-
 async def test_a_journal_that_has_begun_forgets_its_former_state(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     begin(journal)
     async with running(journal):
-        before = Traffic(driven(journal), CONFIG, seed=1)
-        for _ in range(30):
-            before.change()
+        Traffic(driven(journal), CONFIG, seed=1).changes(30)
         traffic = replace_state(journal, seed=2)
         assert files(tmp_path) == {"lock", "pools"}, "a restart would recover the former state"
         await until(lambda: journal.counts.is_up)
         traffic.change()
-    recovery = recovered(tmp_path)
-    assert not recovery.dropped
-    assert_alike(journal.state, recovery.state)
+    assert_recovers(tmp_path, journal.state)
 
 
 async def test_a_state_that_is_replaced_during_a_snapshot_is_not_written(tmp_path: Path) -> None:
     journal = journal_in(tmp_path)
     begin(journal)
-    before = Traffic(driven(journal), CONFIG, seed=1)
-    for _ in range(30):
-        before.change()
+    Traffic(driven(journal), CONFIG, seed=1).changes(30)
     journal._due.set()
     async with running(journal):
         async with asyncio.timeout(DEADLINE_SECONDS):
@@ -89,10 +57,9 @@ async def test_a_state_that_is_replaced_during_a_snapshot_is_not_written(tmp_pat
                 await asyncio.sleep(0)
         traffic = replace_state(journal, seed=2)
         await until(lambda: journal.counts.is_up)
-        for _ in range(30):
-            traffic.change()
+        traffic.changes(30)
         await until(lambda: not journal.snapshot_lock.locked())
-    assert_alike(journal.state, recovered(tmp_path).state)
+    assert_recovers(tmp_path, journal.state)
 
 
 async def test_several_restarts_leave_the_last_state(tmp_path: Path) -> None:
@@ -102,7 +69,7 @@ async def test_several_restarts_leave_the_last_state(tmp_path: Path) -> None:
             replace_state(journal, seed)
             await asyncio.sleep(0)
         await until(lambda: journal.counts.is_up and not journal.snapshot_lock.locked())
-    assert_alike(journal.state, recovered(tmp_path).state)
+    assert_recovers(tmp_path, journal.state)
 
 
 async def test_a_snapshot_waits_for_others_that_read_the_state(tmp_path: Path) -> None:

@@ -31,6 +31,12 @@ class RecordedWorld:
     def records(self) -> list[bytes]:
         return self.recorder.records
 
+    def replayed(self) -> DrivenState:
+        """A state that has executed the records."""
+        again = DrivenState()
+        replay(again, self.records)
+        return again
+
 
 def test_a_refusal_is_not_recorded() -> None:
     recorder = RecordedWorld()
@@ -118,9 +124,8 @@ def test_a_record_of_an_unknown_session_is_refused() -> None:
     recorder = RecordedWorld()
     session = recorder.world.open()
     recorder.state.apply(recorder.world.pool, session, Step(1))
-    again = DrivenState()
     with pytest.raises(KvpoolError):
-        replay(again, recorder.records[-1:])
+        replay(DrivenState(), recorder.records[-1:])
 
 
 def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
@@ -130,20 +135,16 @@ def test_an_expired_lease_does_not_hinder_the_replay_of_a_close() -> None:
     recorder.world.now_seconds = 5.0
     session.last_seen_seconds = 4.5
     recorder.state.close_session(SessionId("s1"), 5.0)
-    again = DrivenState()
-    replay(again, recorder.records)
-    assert list(again.sessions) == []
+    assert list(recorder.replayed().sessions) == []
 
 
 @pytest.mark.parametrize("message", [b"Step:not a step", b"Pool:", b""])
 def test_a_record_of_an_impossible_change_is_damage(message: bytes) -> None:
     recorder = RecordedWorld()
     recorder.world.open()
-    again = DrivenState()
-    replay(again, recorder.records)
     change = ["RecordedChange", {"session_id": "s1", "message": message}]
     with pytest.raises(DamageError):
-        replay(again, [dumps({"command": change, "now_seconds": 0.0, "checksum": 0})])
+        replay(recorder.replayed(), [dumps({"command": change, "now_seconds": 0.0, "checksum": 0})])
 
 
 def test_a_unary_change_is_recorded_as_it_was_sent() -> None:
@@ -154,8 +155,7 @@ def test_a_unary_change_is_recorded_as_it_was_sent() -> None:
     message = allocator_pb2.AllocateSlotsRequest(sequence=1, request=request, num_new_tokens=9)
     step = step_from_change(recorder.world.pool, session, message)
     recorder.state.apply(recorder.world.pool, session, step, change_bytes(message))
-    again = DrivenState()
-    replay(again, recorder.records)
+    again = recorder.replayed()
     (number,) = next(iter(again.sessions))[1].by_number
     assert number == session.requests[RequestId("r")].number < 0
     assert_alike(again, recorder.state)
@@ -173,8 +173,7 @@ def test_an_epoch_begun_in_another_memory_is_replayed() -> None:
     with pytest.raises(KvpoolError):
         recorder.world.open(memory_id="c")
     assert len(recorder.records) == before
-    again = DrivenState()
-    replay(again, recorder.records)
+    again = recorder.replayed()
     assert (again.pools.get("m").epoch, again.pools.get("m").memory_id) == (3, "b")
     again.renew_leases(0.0)
     assert_alike(again, recorder.state)

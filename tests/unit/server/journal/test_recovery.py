@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from kvpool.core.errors import AbortedError, out_of_memory
 from kvpool.core.ids import PoolName
 from kvpool.server.codec import dumps
 from kvpool.server.journal import recovery
-from kvpool.server.journal.folder import FORMAT, Folder, Header, format_of
+from kvpool.server.journal.folder import FORMAT, Folder, Header, Writer, format_of
 from kvpool.server.journal.frames import FrameKind, FrameParser, encode_frame
 from kvpool.server.journal.journal import Journal
 from kvpool.server.journal.pool_list import EPOCH_LEAP
@@ -28,7 +29,9 @@ from support.core import World, config
 from support.journal import (
     WRITER,
     assert_alike,
+    assert_recovers,
     begin,
+    begin_and_die,
     files_of,
     is_alike,
     journal_in,
@@ -66,10 +69,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_the_whole_state_is_recovered(folder: Path, states: list[DrivenState]) -> None:
-    found = recovered(folder)
-    assert not found.dropped
-    assert found.num_records
-    assert_alike(states[-1], found.state)
+    assert assert_recovers(folder, states[-1]).num_records
 
 
 def test_a_snapshot_keeps_the_memory_of_a_pool(tmp_path: Path) -> None:
@@ -112,12 +112,10 @@ def test_a_changed_byte_drops_the_journal_or_changes_nothing(
             changed = bytearray(content)
             changed[i] ^= 1 << i % 8
             path.write_bytes(changed)
-            found = recovered(folder)
             if path.name == "pools":  # read only if the journal is dropped
-                assert_alike(states[-1], found.state)
+                assert_recovers(folder, states[-1])
             else:
-                assert found.dropped == "DAMAGED", (path.name, i)
-                assert_dropped(found)
+                assert_dropped(folder, "DAMAGED")
         path.write_bytes(content)
 
 
@@ -128,7 +126,15 @@ def _header(name: str, file_id: str = "") -> bytes:
     return replace(HEADER, name=name, format=format_of(name), file_id=file_id).encode()
 
 
-def assert_dropped(found: Recovery) -> None:
+def assert_dropped(folder: Path, reason: str, detail: str = "", writer: Writer = WRITER) -> None:
+    """A new process recovers nothing but the pools, in later epochs."""
+    found = recovered(folder, writer)
+    assert found.dropped == reason
+    assert detail in found.detail
+    assert_has_pools_only(found)
+
+
+def assert_has_pools_only(found: Recovery) -> None:
     pools = list(found.state.pools)
     assert [pool.epoch for pool in pools] == [1 + EPOCH_LEAP]
     assert not pools[0].config.difference(CONFIG)
@@ -145,10 +151,18 @@ def _cut(path: Path) -> None:
 
 
 def _cut_middle(folder: Path) -> None:
-    journal = journal_in(folder)
-    begin(journal)
-    kill(journal)
+    begin_and_die(folder)
     _cut(folder / "log-1")
+
+
+def _end_log(folder: Path, count: int = 1) -> None:
+    with (folder / "log-1").open("ab") as file:
+        file.write(encode_frame(FrameKind.END, b"") * count)
+
+
+def _end_log_before_an_empty_one(folder: Path) -> None:
+    _end_log(folder)
+    (folder / "log-2").touch()
 
 
 WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -160,6 +174,9 @@ WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a log under another name": (lambda folder: shutil.copy(folder / "log-1", folder / "log-2"), "DAMAGED"),
     "a snapshot cut short": (lambda folder: _cut(folder / "snapshot-1"), "DAMAGED"),
     "a log cut short that is not the last": (_cut_middle, "DAMAGED"),
+    "an ended log without a next one": (_end_log, "NOT_WHOLE"),
+    "a frame after the end of a log": (lambda folder: _end_log(folder, count=2), "DAMAGED"),
+    "an ended log before one without a header": (_end_log_before_an_empty_one, "DAMAGED"),
 }
 
 
@@ -167,36 +184,46 @@ WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_an_incomplete_journal_is_dropped(folder: Path, way: str) -> None:
     spoil, reason = WAYS[way]
     spoil(folder)
-    found = recovered(folder)
-    assert found.dropped == reason
-    assert_dropped(found)
+    assert_dropped(folder, reason)
 
 
-MALFORMED = [None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [7, "b", b"\1", b"", b""]]
+MALFORMED = [
+    *(None, 7, "abc", [], [1, 2, 3], [[], [], ["t"]], [7, "b", b"\1", b"", b""]),
+    *([["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}),
+]
 
 
-@pytest.mark.parametrize("node", [*MALFORMED, [["m", "1", b""]], [[["m"], 1, b""]], [["m", 1, 7]], {"m": 1}])
-def test_a_malformed_list_of_pools_does_not_prevent_the_start(folder: Path, node: object) -> None:
+OF_0_1 = b"kvpool1\n" + encode_frame(FrameKind.HEADER, dumps(["snapshot-1", 2, "0.1.0 CPython", "boot"]))
+POOL_LISTS = [
+    *(_header("pools") + encode_frame(FrameKind.POOLS, dumps(node)) for node in MALFORMED),
+    OF_0_1,
+    None,
+]
+"""Contents of the file, None for no file."""
+
+
+@pytest.mark.parametrize("content", POOL_LISTS)
+def test_an_unreadable_list_of_pools_does_not_prevent_the_start(folder: Path, content: bytes | None) -> None:
     (folder / "snapshot-1").unlink()
-    (folder / "pools").write_bytes(_header("pools") + encode_frame(FrameKind.POOLS, dumps(node)))
-    found = recovered(folder)
+    (folder / "pools").unlink()
+    if content is not None:
+        (folder / "pools").write_bytes(content)
+    found = recovered(folder, past_epoch=7000)
     assert found.dropped == "NOT_WHOLE"
     assert not list(found.state.pools)
-    assert found.state.pools.past_epoch == EPOCH_LEAP, "there may have been pools"
+    assert found.state.pools.past_epoch == 7000 + EPOCH_LEAP, "there may have been pools"
+    with pytest.raises(AbortedError):
+        found.state.sessions.find("session-1", 0.0)
 
 
 @pytest.mark.parametrize("node", [None, [], ["snapshot-1", 1], ["snapshot-1", 1, "1 Python", 7]])
 def test_a_malformed_header_is_damage(folder: Path, node: object) -> None:
     (folder / "snapshot-1").write_bytes(encode_frame(FrameKind.HEADER, dumps(node)))
-    found = recovered(folder)
-    assert found.dropped == "DAMAGED"
-    assert_dropped(found)
+    assert_dropped(folder, "DAMAGED")
 
 
 def test_another_boot_of_the_machine_drops_the_journal(folder: Path) -> None:
-    found = recovered(folder, replace(WRITER, boot_id="another"))
-    assert found.dropped == "MACHINE_RESTARTED"
-    assert_dropped(found)
+    assert_dropped(folder, "MACHINE_RESTARTED", writer=replace(WRITER, boot_id="another"))
 
 
 def _copy_over(older: Path, folder: Path) -> None:
@@ -249,9 +276,7 @@ def test_an_older_copy_is_not_accepted(
     driven(journal).create_pool(replace(CONFIG, name=PoolName("later")), b"n" * 32)
     end(journal)
     bring_back(older, folder)
-    found = recovered(folder)
-    assert found.dropped == reason
-    assert_dropped(found)
+    assert_dropped(folder, reason)
 
 
 async def test_links_made_under_a_running_server_are_not_accepted(folder: Path, tmp_path: Path) -> None:
@@ -275,45 +300,58 @@ async def test_links_made_under_a_running_server_are_not_accepted(folder: Path, 
 
 def test_links_do_not_invalidate_a_journal(folder: Path, tmp_path: Path, states: list[DrivenState]) -> None:
     _links(folder, tmp_path / "older")
-    found = recovered(folder)
-    assert not found.dropped, found.detail
-    assert_alike(states[-1], found.state)
+    assert_recovers(folder, states[-1])
 
 
 def _snapshot(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files_of(folder)}
 
 
+def _system_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number))
+
+
 READERS = [  # a call that reads the folder, and an error that it may raise
-    (Folder, "_files", errno.EIO),
-    (Path, "open", errno.EMFILE),
-    (Path, "open", errno.EACCES),
-    (FrameParser, "feed", errno.EIO),
-    (recovery, "file_id", errno.EIO),
+    (Folder, "_files", _system_error(errno.EIO)),
+    (Path, "open", _system_error(errno.EMFILE)),
+    (Path, "open", _system_error(errno.EACCES)),
+    (FrameParser, "feed", _system_error(errno.EIO)),
+    (recovery, "file_id", _system_error(errno.EIO)),
+]
+SHORTAGES = [  # a call that needs memory, and how it fails without
+    (recovery, "load_snapshot", MemoryError()),
+    (DrivenState, "restore", MemoryError()),
+    (DrivenState, "restore", out_of_memory()),
+    (recovery, "execute_record", MemoryError()),
+    (recovery, "execute_record", out_of_memory()),
 ]
 
 
-@pytest.mark.parametrize(
-    "spoil", [lambda _: None, lambda folder: _cut(folder / "snapshot-1")], ids=["valid", "dropped"]
-)
-@pytest.mark.parametrize("reader", READERS)
-def test_a_read_error_that_passes_costs_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, reader: tuple[object, str, int], spoil: Callable[[Path], None]
+@pytest.fixture
+def repeats_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recovery that fails is tried a second time, at once."""
+    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
+    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
+
+
+@pytest.mark.usefixtures("repeats_once")
+@pytest.mark.parametrize(("failure", "is_valid"), [*product(READERS, [True, False]), *product(SHORTAGES, [True])])
+def test_an_error_that_passes_costs_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, failure: tuple[object, str, Exception], *, is_valid: bool
 ) -> None:
     """Each call fails once, the first and each later one."""
-    owner, name, number = reader
-    spoil(folder)
+    owner, name, error = failure
+    if not is_valid:
+        _cut(folder / "snapshot-1")
     expected = recovered(folder)
     before, original = _snapshot(folder), getattr(owner, name)
     failing = num_calls = 1
-    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
-    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
 
     def fails_once(*arguments: Any, **options: Any) -> object:
         nonlocal num_calls
         num_calls += 1
         if num_calls == failing:
-            raise OSError(number, os.strerror(number))
+            raise error
         return original(*arguments, **options)
 
     while num_calls >= failing:
@@ -349,42 +387,21 @@ def test_a_journal_that_cannot_be_read_stays_and_no_server_starts(
     assert not recovered(folder).dropped
 
 
-SHORTAGES = [  # a call that needs memory, and how it fails without
-    (recovery, "load_snapshot", MemoryError()),
-    (DrivenState, "restore", MemoryError()),
-    (DrivenState, "restore", out_of_memory()),
-    (recovery, "execute_record", MemoryError()),
-    (recovery, "execute_record", out_of_memory()),
-]
-
-
-@pytest.mark.parametrize("is_passing", [True, False], ids=["passes", "stays"])
+@pytest.mark.usefixtures("repeats_once")
 @pytest.mark.parametrize("shortage", SHORTAGES)
 def test_a_lack_of_memory_is_a_read_error(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, shortage: tuple[object, str, Exception], *, is_passing: bool
+    folder: Path, monkeypatch: pytest.MonkeyPatch, shortage: tuple[object, str, Exception]
 ) -> None:
     """It shows nothing about the files, which a server with more memory can read."""
     owner, name, error = shortage
-    expected, before, original = recovered(folder), _snapshot(folder), getattr(owner, name)
-    monkeypatch.setattr(recovery, "NUM_REPETITIONS", 1)
-    monkeypatch.setattr(recovery, "Backoff", lambda *_, **__: Backoff(0.0, 0.0))
-    left = [error] if is_passing else [error] * 2
+    before = _snapshot(folder)
 
-    def fails(*arguments: object) -> object:
-        if left:
-            raise left.pop()
-        return original(*arguments)
+    def fails(*_: object) -> None:
+        raise error
 
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, name, fails)
-        if is_passing:
-            found = recovered(folder)
-            assert not found.dropped
-            assert_alike(found.state, expected.state)
-        else:
-            with pytest.raises(OSError, match=r"cannot be read, and stays as it is: .* Cannot allocate memory"):
-                journal_in(folder)
-    assert not left
+    monkeypatch.setattr(owner, name, fails)
+    with pytest.raises(OSError, match=r"cannot be read, and stays as it is: .* Cannot allocate memory"):
+        journal_in(folder)
     assert _snapshot(folder) == before
 
 
@@ -401,11 +418,6 @@ def test_a_creation_time_that_cannot_be_read_is_not_a_copy(tmp_path: Path, monke
     assert file_id(tmp_path) == f"{tmp_path.stat().st_ino}-0"
 
 
-def _end_log(log: Path) -> None:
-    with log.open("ab") as file:
-        file.write(encode_frame(FrameKind.END, b""))
-
-
 @pytest.mark.parametrize("kept_bytes", range(len(encode_frame(FrameKind.END, b"")) + 1))
 def test_a_death_while_the_end_of_a_log_is_written_loses_nothing(
     folder: Path, restarted: DrivenState, kept_bytes: int
@@ -415,26 +427,9 @@ def test_a_death_while_the_end_of_a_log_is_written_loses_nothing(
     journal.begin()
     kill(journal)
     os.truncate(folder / "log-1", size_bytes + kept_bytes)
-    journal = journal_in(folder)
-    assert not journal.recovery.dropped, journal.recovery.detail
-    begin(journal)
-    kill(journal)
+    begin_and_die(folder)
     assert (folder / "log-1").read_bytes().endswith(encode_frame(FrameKind.END, b""))
-    assert_alike(restarted, recovered(folder).state)
-
-
-def test_a_frame_after_the_end_of_a_log_is_damage(folder: Path) -> None:
-    _end_log(folder / "log-1")
-    assert recovered(folder).dropped == "NOT_WHOLE"
-    _end_log(folder / "log-1")
-    assert recovered(folder).dropped == "DAMAGED"
-
-
-def test_an_ended_log_needs_a_next_log_with_a_header(folder: Path) -> None:
-    _end_log(folder / "log-1")
-    (folder / "log-2").touch()
-    found = recovered(folder)
-    assert (found.dropped, found.detail) == ("DAMAGED", "log-2 has no header")
+    assert_recovers(folder, restarted)
 
 
 def test_a_journal_that_was_moved_or_given_to_another_user_is_recovered(
@@ -444,9 +439,7 @@ def test_a_journal_that_was_moved_or_given_to_another_user_is_recovered(
         os.chown(path, os.getuid(), os.getgid())
         path.chmod(0o640)
     folder.rename(tmp_path / "moved")
-    found = recovered(tmp_path / "moved")
-    assert not found.dropped, found.detail
-    assert_alike(states[-1], found.state)
+    assert_recovers(tmp_path / "moved", states[-1])
 
 
 def test_a_file_system_without_creation_times_identifies_files_by_inode(
@@ -462,9 +455,7 @@ def test_a_file_system_without_creation_times_identifies_files_by_inode(
 
 def test_a_log_that_lost_its_end_before_the_next_log_began_is_damage(folder: Path) -> None:
     """A cut between two frames of the first of two logs, at every place."""
-    journal = journal_in(folder)
-    begin(journal)
-    kill(journal)
+    begin_and_die(folder)
     assert not recovered(folder).dropped
     content = (folder / "log-1").read_bytes()
     with (folder / "log-1").open("rb") as file:
@@ -473,21 +464,14 @@ def test_a_log_that_lost_its_end_before_the_next_log_began_is_damage(folder: Pat
     assert ends[-1] == len(content)
     for end in ends[:-1]:
         (folder / "log-1").write_bytes(content[:end])
-        found = recovered(folder)
-        assert (found.dropped, found.detail) == ("DAMAGED", "the end of the log before log-2 is missing")
-        assert_dropped(found)
+        assert_dropped(folder, "DAMAGED", "the end of the log before log-2 is missing")
 
 
 def test_a_log_that_was_cut_is_ended_after_the_cut(folder: Path, restarted: DrivenState) -> None:
     with (folder / "log-1").open("ab") as file:
         file.write(b"half a frame"[:5])
-    journal = journal_in(folder)
-    assert journal.recovery.cut_bytes == 5
-    begin(journal)
-    kill(journal)
-    found = recovered(folder)
-    assert not found.dropped, found.detail
-    assert_alike(restarted, found.state)
+    assert begin_and_die(folder).recovery.cut_bytes == 5
+    assert_recovers(folder, restarted)
 
 
 def test_another_version_reads_a_snapshot_but_replays_no_changes(folder: Path, restarted: DrivenState) -> None:
@@ -499,16 +483,6 @@ def test_another_version_reads_a_snapshot_but_replays_no_changes(folder: Path, r
     found = recovered(folder, newer)
     assert not found.dropped
     assert_alike(restarted, found.state)
-
-
-def test_a_dropped_journal_without_pools_is_reported(folder: Path) -> None:
-    (folder / "snapshot-1").unlink()
-    (folder / "pools").unlink()
-    found = recovered(folder)
-    assert found.dropped
-    assert not list(found.state.pools)
-    with pytest.raises(AbortedError):
-        found.state.sessions.find("session-1", 0.0)
 
 
 def test_pools_begin_above_the_epochs_of_removed_pools_of_a_dropped_journal(tmp_path: Path) -> None:
@@ -527,38 +501,16 @@ def test_pools_begin_above_the_epochs_of_removed_pools_of_a_dropped_journal(tmp_
 
 def test_a_dropped_journal_restarts_above_its_epochs(folder: Path) -> None:
     (folder / "snapshot-1").unlink()
-    journal = journal_in(folder)
-    begin(journal)
-    state = journal.state
-    kill(journal)
-    found = recovered(folder)
-    assert not found.dropped
-    assert_alike(state, found.state)
-    assert_dropped(found)
-
-
-def test_it_recovers_after_each_of_many_deaths(folder: Path, restarted: DrivenState) -> None:
-    """Before the first snapshot of a process is complete, the older snapshot and all logs are used."""
-    for _ in range(3):
-        journal: Journal = journal_in(folder)
-        assert not journal.recovery.dropped
-        begin(journal)
-        kill(journal)
-    assert_alike(restarted, recovered(folder).state)
+    assert_has_pools_only(assert_recovers(folder, begin_and_die(folder).state))
 
 
 @pytest.mark.parametrize("size", [0, 3, 17, None])
 def test_a_death_while_a_log_is_created_leaves_no_gap(folder: Path, restarted: DrivenState, size: int | None) -> None:
     (folder / "log-2").write_bytes(_header("log-2", "1-1")[:size])
-    journal = journal_in(folder)
-    begin(journal)
-    kill(journal)  # before its first snapshot is complete
-    found = recovered(folder)
-    assert not found.dropped, found.detail
-    assert_alike(restarted, found.state)
+    begin_and_die(folder)
+    assert_recovers(folder, restarted)
 
 
-OF_0_1 = b"kvpool1\n" + encode_frame(FrameKind.HEADER, dumps(["snapshot-1", 2, "0.1.0 CPython", "boot"]))
 OTHER_FORMATS = {
     "older format of kvpool 0.1": OF_0_1,
     f"older format {FORMAT - 1}": encode_frame(FrameKind.HEADER, dumps({"format": FORMAT - 1})),
@@ -571,18 +523,7 @@ OTHER_FORMATS = {
 @pytest.mark.parametrize("called", OTHER_FORMATS)
 def test_a_file_of_another_format_is_not_called_damaged(folder: Path, name: str, called: str) -> None:
     (folder / name).write_bytes(OTHER_FORMATS[called] + b"content")
-    found = recovered(folder)
-    assert found.dropped == "OTHER_FORMAT"
-    assert f"{name} has the {called}, and this version reads format {FORMAT}" in found.detail
-    assert_dropped(found)
-
-
-def test_pools_of_another_format_leave_their_epochs_to_the_past_ones(folder: Path) -> None:
-    (folder / "snapshot-1").unlink()
-    (folder / "pools").write_bytes(OF_0_1)
-    found = recovered(folder, past_epoch=7000)
-    assert not list(found.state.pools)
-    assert found.state.pools.past_epoch == 7000 + EPOCH_LEAP
+    assert_dropped(folder, "OTHER_FORMAT", f"{name} has the {called}, and this version reads format {FORMAT}")
 
 
 def test_the_list_of_pools_is_read_by_releases_with_another_log_format(

@@ -9,7 +9,7 @@ from kvpool.core.sessions.session import Session
 from kvpool.core.steps.columns import Operation, Step
 from kvpool.server.limits.budgets import MAX_COMMON_PREFIXES, MAX_EVICTED_BLOCKS, MAX_HIT_BLOCKS, Budgets
 from kvpool.server.limits.config import Limits
-from support.core import World
+from support.core import World, opened
 
 
 class _Sessions:
@@ -94,94 +94,82 @@ def test_a_retry_counts_nothing() -> None:
     sessions.budgets.check_step(sessions.world.pool, one, again)
 
 
+def refused(world: World, session: Session, step: Step, words: str, **limits: int) -> tuple[str, str | None]:
+    """The reason and the field of the error that a step gets; it changes nothing."""
+    before = world.snapshot()
+    with pytest.raises(ExhaustedError, match=words) as caught:
+        check(world, session, step, **limits)
+    assert world.snapshot() == before
+    return caught.value.reason, caught.value.field
+
+
+def check(world: World, session: Session, step: Step, **limits: int) -> None:
+    Budgets(Limits(**limits), world.allocator.sessions).check_step(world.pool, session, step)
+
+
 def test_requests_of_a_session_without_those_that_the_step_frees() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
+    world, session = opened()
     world.admit(session, 1, "a", 4)
-    budgets = Budgets(Limits(max_session_requests=2), world.allocator.sessions)
-    one = Step(2, operations=[Operation.APPEND], request_numbers=[2], declares=[True], request_ids=["b"])
-    budgets.check_step(world.pool, session, one)
-    two = Step(2, operations=[Operation.APPEND] * 2, request_numbers=[2, 3], declares=[True] * 2)
-    two.request_ids = ["b", "c"]
-    with pytest.raises(ExhaustedError) as caught:
-        budgets.check_step(world.pool, session, two)
-    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_REQUESTS", "request_ids")
-    two.operations.append(Operation.FREE)
-    two.request_numbers.append(1)
-    two.declares.append(False)
-    budgets.check_step(world.pool, session, two)
+    step = Step(2, operations=[Operation.APPEND], request_numbers=[2], declares=[True], request_ids=["b"])
+    check(world, session, step, max_session_requests=2)
+    step.operations, step.request_numbers, step.declares = [Operation.APPEND] * 2, [2, 3], [True] * 2
+    step.request_ids = ["b", "c"]
+    assert refused(world, session, step, "requests", max_session_requests=2) == ("TOO_MANY_REQUESTS", "request_ids")
+    step.operations.append(Operation.FREE)
+    step.request_numbers.append(1)
+    step.declares.append(False)
+    check(world, session, step, max_session_requests=2)
 
 
 def test_tokens_of_a_session() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
+    world, session = opened()
     world.admit(session, 1, "abc", 12)
-    budgets = Budgets(Limits(max_session_tokens=20), world.allocator.sessions)
     grow = Step(2, operations=[Operation.APPEND], request_numbers=[1], num_appended_tokens=[8])
-    budgets.check_step(world.pool, session, grow)
+    check(world, session, grow, max_session_tokens=20)
     grow.num_appended_tokens = [9]
-    with pytest.raises(ExhaustedError, match="more than 20 tokens") as caught:
-        budgets.check_step(world.pool, session, grow)
-    assert (caught.value.reason, caught.value.field) == ("TOO_MANY_TOKENS", "num_appended_tokens")
+    found = refused(world, session, grow, "more than 20 tokens", max_session_tokens=20)
+    assert found == ("TOO_MANY_TOKENS", "num_appended_tokens")
     grow.num_appended_tokens = [world.pool.config.max_model_len + 1]  # malformed, which the core refuses
-    budgets.check_step(world.pool, session, grow)
+    check(world, session, grow, max_session_tokens=20)
     world.free(session, 1)
     assert session.num_tokens == 0
 
 
 def test_common_prefixes_of_a_step() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
+    world, session = opened()
     step = Step(1, operations=[Operation.COMMON_PREFIX] * MAX_COMMON_PREFIXES)
-    Budgets(Limits(), world.allocator.sessions).check_step(world.pool, session, step)
+    check(world, session, step)
     step.operations.append(Operation.COMMON_PREFIX)
-    with pytest.raises(ExhaustedError, match="more than 64 operations") as caught:
-        Budgets(Limits(), world.allocator.sessions).check_step(world.pool, session, step)
-    assert caught.value.reason == "STEP_TOO_LARGE"
+    assert refused(world, session, step, "more than 64 operations")[0] == "STEP_TOO_LARGE"
 
 
 @pytest.mark.parametrize(
     ("operation", "most"), [(Operation.EVICT, MAX_EVICTED_BLOCKS), (Operation.ALLOCATE, MAX_HIT_BLOCKS)]
 )
 def test_block_ids_of_a_step(operation: Operation, most: int) -> None:
-    world = World(num_blocks=20)
-    session = world.open()
+    world, session = opened()
     step = Step(1, operations=[operation], num_block_ids=[most], block_ids=[1] * most)
-    Budgets(Limits(), world.allocator.sessions).check_step(world.pool, session, step)
-    before = world.snapshot()
+    check(world, session, step)
     step.block_ids.append(1)
-    with pytest.raises(ExhaustedError, match=f"{most + 1} block ids; the maximum for this step is {most}") as caught:
-        Budgets(Limits(), world.allocator.sessions).check_step(world.pool, session, step)
-    assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "block_ids")
-    assert world.snapshot() == before
+    words = f"{most + 1} block ids; the maximum for this step is {most}"
+    assert refused(world, session, step, words) == ("STEP_TOO_LARGE", "block_ids")
 
 
 def test_a_retried_step_is_answered_regardless_of_the_current_limits() -> None:
-    world = World(num_blocks=20)
-    session = world.open()
+    world, session = opened()
     world.admit(session, 1, "abc", 12)
     step = Step(1, operations=[Operation.APPEND] * 5)
-    Budgets(Limits(max_step_operations=4), world.allocator.sessions).check_step(world.pool, session, step)
+    check(world, session, step, max_step_operations=4)
     step.sequence = 2
-    with pytest.raises(ExhaustedError, match="5 operations; the maximum is 4") as caught:
-        Budgets(Limits(max_step_operations=4), world.allocator.sessions).check_step(world.pool, session, step)
-    assert (caught.value.reason, caught.value.field) == ("STEP_TOO_LARGE", "operations")
+    found = refused(world, session, step, "5 operations; the maximum is 4", max_step_operations=4)
+    assert found == ("STEP_TOO_LARGE", "operations")
 
 
 def test_tokens_of_freed_requests_do_not_count() -> None:
-    world = World()
-    session = world.open()
+    world, session = opened()
     world.admit(session, 1, "abc", 12)
-    budgets = Budgets(Limits(max_session_tokens=12), world.allocator.sessions)
-    more = Step(
-        2,
-        operations=[Operation.FREE, Operation.APPEND],
-        request_numbers=[1, 2],
-        declares=[False, True],
-        num_appended_tokens=[0, 12],
-        request_ids=["b"],
-    )
-    budgets.check_step(world.pool, session, more)
-    more.operations[0] = Operation.PREEMPT
-    with pytest.raises(ExhaustedError, match="tokens"):
-        budgets.check_step(world.pool, session, more)
+    step = Step(2, operations=[Operation.FREE, Operation.APPEND], request_numbers=[1, 2], declares=[False, True])
+    step.num_appended_tokens, step.request_ids = [0, 12], ["b"]
+    check(world, session, step, max_session_tokens=12)
+    step.operations[0] = Operation.PREEMPT
+    assert refused(world, session, step, "tokens", max_session_tokens=12)[0] == "TOO_MANY_TOKENS"

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-Work = Callable[[str, str, float, int], Awaitable[None]]
+async def ends(waiting: Awaitable[object]) -> None:
+    await asyncio.wait_for(waiting, DEADLINE_SECONDS)
+
+
+Work = Callable[[str, str, float, int], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
@@ -116,10 +121,9 @@ async def test_a_cancelled_waiter_does_not_delay_others(turns: FairTurns) -> Non
     await asyncio.sleep(0)
     waiting[0].cancel()
     turns.end()
-    await waiting[1]
-    turns.end()
-    await waiting[2]
-    turns.end()
+    for granted in waiting[1:3]:
+        await granted
+        turns.end()
     async with asyncio.timeout(DEADLINE_SECONDS):
         await waiting[3]
     turns.end()
@@ -211,41 +215,33 @@ async def test_old_sessions_and_their_pools_are_forgotten(work: Work, turns: Fai
     assert len(turns._known_pools) == MAX_KNOWN_SESSIONS // 2 + 1
 
 
-async def _order_of(turns: FairTurns, order: list[object], pool: str, session: object) -> None:
-    await turns.take(pool, session)
-    order.append(session)
-    turns.end()
-
-
-async def test_a_hold_gives_no_turn_until_it_is_resumed(turns: FairTurns) -> None:
-    order: list[object] = []
+async def test_a_hold_gives_no_turn_until_it_is_resumed(turns: FairTurns, work: Work, served: list[str]) -> None:
     turns.hold()
-    waiting = [asyncio.create_task(_order_of(turns, order, f"p{i % 2}", i)) for i in range(6)]
+    waiting = [asyncio.create_task(work(f"p{i % 2}", f"{i}", 0.1, 1)) for i in range(6)]
     for _ in range(20):
         await asyncio.sleep(0)
-    assert (order, turns.num_waiting) == ([], 6)
+    assert (served, turns.num_waiting) == ([], 6)
     turns.resume()
     async with asyncio.timeout(DEADLINE_SECONDS):
         await asyncio.gather(*waiting)
-    assert sorted(map(str, order)) == [str(i) for i in range(6)]
+    assert sorted(served) == [str(i) for i in range(6)]
     assert turns.num_waiting == 0
-    await _order_of(turns, order, "p0", "later")
+    await work("p0", "later", 0.1, 1)
 
 
-async def test_a_turn_that_has_begun_ends_during_a_hold(turns: FairTurns) -> None:
-    order: list[object] = []
+async def test_a_turn_that_has_begun_ends_during_a_hold(turns: FairTurns, work: Work, served: list[str]) -> None:
     await turns.take("m", "running")
-    waiting = asyncio.create_task(_order_of(turns, order, "m", "waiting"))
+    waiting = asyncio.create_task(work("m", "waiting", 0.1, 1))
     await asyncio.sleep(0)
     turns.hold()
     turns.end()
     for _ in range(20):
         await asyncio.sleep(0)
-    assert not order
+    assert not served
     turns.resume()
     async with asyncio.timeout(DEADLINE_SECONDS):
         await waiting
-    assert order == ["waiting"]
+    assert served == ["waiting"]
 
 
 async def test_resuming_without_a_hold_changes_nothing(turns: FairTurns) -> None:
@@ -256,16 +252,17 @@ async def test_resuming_without_a_hold_changes_nothing(turns: FairTurns) -> None
     turns.end()
 
 
-async def test_a_caller_that_is_cancelled_during_a_hold_gets_no_turn(turns: FairTurns) -> None:
-    order: list[object] = []
+async def test_a_caller_that_is_cancelled_during_a_hold_gets_no_turn(
+    turns: FairTurns, work: Work, served: list[str]
+) -> None:
     turns.hold()
-    cancelled, other = (asyncio.create_task(_order_of(turns, order, "m", i)) for i in range(2))
+    cancelled, other = (asyncio.create_task(work("m", f"{i}", 0.1, 1)) for i in range(2))
     await asyncio.sleep(0)
     cancelled.cancel()
     turns.resume()
     async with asyncio.timeout(DEADLINE_SECONDS):
         await asyncio.gather(cancelled, other, return_exceptions=True)
-    assert order == [1]
+    assert served == ["1"]
 
 
 @pytest.mark.parametrize("when", ["held", "running", "granted"])

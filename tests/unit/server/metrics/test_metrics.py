@@ -7,7 +7,6 @@ import pytest
 
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.ids import PoolName
-from kvpool.core.statistics import Histogram
 from kvpool.server.metrics.observations import LIMIT_REASONS, Observations
 from kvpool.server.metrics.server_metrics import sampler, server_metrics
 from kvpool.v1 import pool_pb2
@@ -88,13 +87,6 @@ def test_help_texts_are_sentences_and_names_follow_the_conventions() -> None:
             assert text[0].isupper() or text[0].isdigit(), line
             assert text.endswith("."), line
             assert name.startswith("kvpool_"), line
-
-
-def test_histogram_copies_do_not_change() -> None:
-    histogram = Histogram((1.0, 2.0))
-    copy = histogram.copy()
-    histogram.observe(2.0)
-    assert (histogram.counts, histogram.total, copy.counts, copy.total) == ([0, 1, 0], 2.0, [0, 0, 0], 0.0)
 
 
 @pytest.mark.parametrize(

@@ -187,13 +187,6 @@ async def test_lost_sessions_block_new_ones_unless_the_ranks_fence() -> None:
     assert not allocator.lost_may_run
 
 
-def test_a_server_without_lost_sessions_does_not_wait(clocks: Clocks) -> None:
-    del clocks
-    parts = Components(ServerConfig(quarantine_seconds=5.0))
-    parts.pools.create(pool_config())
-    parts.sessions.check_can_open("m", "")
-
-
 def test_a_large_session_closes_in_parts_that_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(end_session, "MAX_PART_BLOCKS", 4)
     recorder = Recorder()
