@@ -6,7 +6,7 @@ the order of their copies. Blocks that the session filled and reports with its n
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -222,7 +222,10 @@ class Both:
         if each.kind == "external":
             self.bring(request, each)
             return
-        counts = {"num_lookahead_tokens": each.num_lookahead_tokens, "num_encoder_tokens": self.num_encoder_tokens}
+        counts: dict[str, Any] = {
+            "num_lookahead_tokens": each.num_lookahead_tokens,
+            "num_encoder_tokens": self.num_encoder_tokens,
+        }
         with self.session.step() as step:
             answer = step.admit(request, **counts)
         assert answer.outcome is self.asked.ask(Operation.ADMIT, request, **counts)
