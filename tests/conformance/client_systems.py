@@ -2,9 +2,8 @@
 
 import asyncio
 import inspect
-import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -30,7 +29,6 @@ from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import NULL_BLOCK, BlockHash, GroupId, RequestId, RequestNumber
 from kvpool.core.steps.columns import Operation
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
-from support.waiting import DEADLINE_SECONDS
 
 
 class WatchedSystem(ABC):
@@ -296,11 +294,11 @@ class UnarySystem(WatchedSystem):
 
 
 class BlockingAio:
-    """Calls an asyncio client from outside its loop, in place of `Client` and `Session`."""
+    """Calls an asyncio client in place of `Client` and `Session`. Its loop runs during calls only."""
 
-    def __init__(self, target: Any, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, target: Any, runner: asyncio.Runner) -> None:
         self._target = target
-        self._loop = loop
+        self._runner = runner
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._target, name)
@@ -312,32 +310,14 @@ class BlockingAio:
             if inspect.isasyncgen(answer):
                 return self._iterate(answer)
             if asyncio.iscoroutine(answer):
-                answer = self._wait(answer)
-            return BlockingAio(answer, self._loop) if isinstance(answer, aio.AsyncSession) else answer
+                answer = self._runner.run(answer)
+            return BlockingAio(answer, self._runner) if isinstance(answer, aio.AsyncSession) else answer
 
         return call
 
     def _iterate(self, batches: Any) -> Iterator[Any]:
         try:
             while True:
-                yield self._wait(anext(batches))
+                yield self._runner.run(anext(batches))
         finally:
-            self._wait(batches.aclose())
-
-    def _wait(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(DEADLINE_SECONDS)
-
-
-class LoopThread:
-    """An event loop in a thread."""
-
-    def __enter__(self) -> asyncio.AbstractEventLoop:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever)
-        self._thread.start()
-        return self._loop
-
-    def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+            self._runner.run(batches.aclose())

@@ -1,7 +1,7 @@
 """The golden files, and which of them a run replays through which client.
 
-The core replays all in every run. A quick run replays one file through the embedded client, a stream, the journal
-and a pair; a slow run a file per mechanism through each client; a complete run each file.
+The core replays all in every run. A quick run replays one file through the embedded client, a stream and the
+journal; a slow run a file per mechanism through each client; a complete run each file.
 """
 
 from pathlib import Path
@@ -21,7 +21,6 @@ CLIENTS = [
     "test_embedded",
     "test_stream",
     "test_the_core_answers_as_the_reference_across_restarts",
-    "test_a_pair_answers_as_the_reference",
 ]
 SLOW_CLIENTS = ["test_unary", "test_asyncio"]
 

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from conformance.client_systems import BlockingAio, ClientSystem, LoopThread, UnarySystem
+from conformance.client_systems import BlockingAio, ClientSystem, UnarySystem
 from conformance.golden import Driver, Schedule
 from kvpool.client import Client, aio, connect
 from support.server import running_server
-from support.waiting import DEADLINE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +23,8 @@ def aio_client(address: str) -> Iterator[BlockingAio]:
     async def open_client() -> aio.AsyncClient:
         return aio.connect(address)
 
-    with LoopThread() as loop:
-        client = BlockingAio(asyncio.run_coroutine_threadsafe(open_client(), loop).result(DEADLINE_SECONDS), loop)
+    with asyncio.Runner() as runner:
+        client = BlockingAio(runner.run(open_client()), runner)
         yield client
         client.close()
 

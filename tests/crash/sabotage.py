@@ -47,11 +47,6 @@ def mix_up_hits() -> None:
     PrefixMap.find = faulty  # type: ignore[method-assign, assignment]  # the bug
 
 
-def publish_at_once() -> None:
-    """Makes a block visible before the step that fills it has run."""
-    PrefixMap.is_visible = lambda _map, _block_id, _reader: True  # type: ignore[method-assign, assignment]  # the bug
-
-
 def forget_answers() -> None:
     """Answers a repeated step with an empty result."""
     answered = Session.remembered_result
@@ -96,8 +91,7 @@ def open_gate() -> None:
 
 
 BUGS: dict[str, Callable[[], None]] = {
-    bug.__name__: bug
-    for bug in (give_held_blocks, mix_up_hits, publish_at_once, forget_answers, leak_blocks, lose_records, open_gate)
+    bug.__name__: bug for bug in (give_held_blocks, mix_up_hits, forget_answers, leak_blocks, lose_records, open_gate)
 }
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ SCHEDULERS, STEPS = 5, 250
 FINDS = {
     "give_held_blocks": {"TWO_OWNERS", "WRONG_CONTENT"},
     "mix_up_hits": {"WRONG_CONTENT"},
-    "publish_at_once": {"WRONG_CONTENT"},
     "forget_answers": {"ANSWERED_DIFFERENTLY"},
     "leak_blocks": {"AT_REST"},
     "lose_records": {"LOST"},

@@ -7,6 +7,7 @@ import contextlib
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -96,85 +97,78 @@ def _slowly(server: Server) -> None:
                     connection.sendall(open_calls[at : at + 16])
 
 
-def _rapid_reset(server: Server) -> None:
-    block = headers("/kvpool.v1.AllocatorService/Schedule")
-    calls = (raw(1, 4, i, block) + raw(3, 0, i, b"\0\0\0\x08") for i in range(1, 2 * _FLOOD, 2))
-    send(server, _http2(*calls))
+def _reset_calls(method: str, *, are_whole: bool) -> Iterator[bytes]:
+    """A flood of calls that are reset at once: of whole ones the server starts each."""
+    block = headers(f"/kvpool.v1.{method}")
+    for i in range(1, 2 * _FLOOD, 2):
+        yield raw(1, 4, i, block) + (raw(0, 1, i, b"\0" * 5) if are_whole else b"") + raw(3, 0, i, b"\0\0\0\x08")
 
 
-def _rapid_reset_of_calls(server: Server) -> None:
-    """A flood of complete calls, so that the server starts each one."""
-    block = headers("/kvpool.v1.AdminService/ListPools")
-    calls = (
-        raw(1, 4, i, block) + raw(0, 1, i, b"\0" * 5) + raw(3, 0, i, b"\0\0\0\x08") for i in range(1, 2 * _FLOOD, 2)
-    )
-    send(server, _http2(*calls))
+_GET_POOL: Final = "/kvpool.v1.AllocatorService/GetPool"
+_BLOCK: Final = headers(_GET_POOL)
+_SCHEDULE: Final = headers("/kvpool.v1.AllocatorService/Schedule")
+_JOIN: Final = headers("/kvpool.v1.WorkerService/Join")
+
+BAD_STREAMS: Final = (
+    [raw(1, 4, 0, _BLOCK)],
+    [raw(1, 4, 2, _BLOCK)],
+    [raw(1, 4, 5, _BLOCK), raw(1, 4, 3, _BLOCK)],
+    [raw(1, 4, 1, _BLOCK), raw(1, 4, 1, _BLOCK)],
+    [raw(0, 0, 0, b"data")],
+    [raw(0, 0, 7, b"data")],
+    [raw(0, 1, 1, b"x"), raw(1, 4, 1, _BLOCK), raw(0, 1, 1, b""), raw(0, 0, 1, b"after its end")],
+    [raw(2, 0, 1, struct.pack(">IB", 1, 5))],
+    [raw(5, 4, 1, struct.pack(">I", 2) + _BLOCK)],
+    [raw(7, 0, 0, struct.pack(">II", 2**31 - 1, 1))],
+    [raw(1, 12, 1, b"\xff" + _BLOCK)],
+    [raw(99, 255, 1, b"unknown")],
+)
+BAD_SIZES: Final = (
+    [raw(0, 0, 1, b"", 2**24 - 1)],
+    [raw(1, 4, 1, _BLOCK), raw(0, 0, 1, b"\0" * 20_000)],
+    [raw(4, 0, 0, b"\0" * 5)],
+    [raw(4, 0, 0, struct.pack(">HI", 5, 1))],
+    [raw(4, 0, 0, struct.pack(">HI", 4, 2**32 - 1))],
+    [raw(6, 0, 0, b"\0")],
+    [raw(3, 0, 1, b"\0")],
+    [raw(8, 0, 0, struct.pack(">I", 0))],
+    [raw(8, 0, 0, struct.pack(">I", 2**31 - 1))] * 2,
+    [raw(1, 4, 1, _BLOCK), raw(8, 0, 1, struct.pack(">I", 2**31 - 1))] * 2,
+)
+BAD_HEADERS: Final = (
+    b"\x80",
+    b"\xff" * 20,
+    b"\x3f\xff\xff\xff\xff\x7f",
+    Random(9).randbytes(200),
+    headers(_GET_POOL, ("x", "y" * 20_000))[:16_000],
+    headers(_GET_POOL, *((f"x{i}", "y") for i in range(500))),
+    headers(_GET_POOL, (":path", "/twice")),
+    headers(_GET_POOL, ("UPPER", "case"), ("connection", "close"), ("\0", "\r\n")),
+    headers(_GET_POOL, ("grpc-timeout", "99999999999999999999n")),
+    headers(_GET_POOL, ("grpc-timeout", "-1S")),
+    Encoder().encode([(":method", "GET"), (":path", "/")]),
+    Encoder().encode([]),
+)
+FRAMES: Final[dict[str, Callable[[], Iterable[Iterable[bytes]]]]] = {
+    "rapid reset": lambda: [_reset_calls("AllocatorService/Schedule", are_whole=False)],
+    "rapid reset of whole calls": lambda: [_reset_calls("AdminService/ListPools", are_whole=True)],
+    "a thousand streams": lambda: [[raw(1, 4, i, _JOIN) for i in range(1, 2001, 2)]],
+    "a flood of continuations": lambda: [
+        [raw(1, 0, 1, _BLOCK), *[raw(9, 0, 1, b"\x40\x01a\x7f" + b"b" * 127)] * _FLOOD]
+    ],
+    "a flood of settings": lambda: [[SETTINGS] * _FLOOD],
+    "a flood of pings": lambda: [[raw(6, 0, 0, b"\0" * 8)] * _FLOOD],
+    "a flood of empty data": lambda: [[raw(1, 4, 1, _SCHEDULE), *[raw(0, 0, 1, b"")] * _FLOOD]],
+    "bad streams": lambda: BAD_STREAMS,
+    "bad sizes": lambda: BAD_SIZES,
+    "bad headers": lambda: [[raw(1, 5, 1, block)] for block in BAD_HEADERS],
+}
+"""The frames of each connection of an attack, after its preface."""
 
 
-def _thousand_streams(server: Server) -> None:
-    block = headers("/kvpool.v1.WorkerService/Join")
-    send(server, _http2(*(raw(1, 4, i, block) for i in range(1, 2001, 2))))
-
-
-def _continuations(server: Server) -> None:
-    first = raw(1, 0, 1, headers("/kvpool.v1.AllocatorService/GetPool"))
-    send(server, _http2(first, *(raw(9, 0, 1, b"\x40\x01a\x7f" + b"b" * 127) for _ in range(_FLOOD))))
-
-
-def _bad_streams(server: Server) -> None:
-    block = headers("/kvpool.v1.AllocatorService/GetPool")
-    for frames in (
-        [raw(1, 4, 0, block)],
-        [raw(1, 4, 2, block)],
-        [raw(1, 4, 5, block), raw(1, 4, 3, block)],
-        [raw(1, 4, 1, block), raw(1, 4, 1, block)],
-        [raw(0, 0, 0, b"data")],
-        [raw(0, 0, 7, b"data")],
-        [raw(0, 1, 1, b"x"), raw(1, 4, 1, block), raw(0, 1, 1, b""), raw(0, 0, 1, b"after its end")],
-        [raw(2, 0, 1, struct.pack(">IB", 1, 5))],
-        [raw(5, 4, 1, struct.pack(">I", 2) + block)],
-        [raw(7, 0, 0, struct.pack(">II", 2**31 - 1, 1))],
-        [raw(1, 12, 1, b"\xff" + block)],
-        [raw(99, 255, 1, b"unknown")],
-    ):
+def _send_frames(name: str, server: Server) -> None:
+    for frames in FRAMES[name]():
         send(server, _http2(*frames))
-
-
-def _bad_sizes(server: Server) -> None:
-    block = headers("/kvpool.v1.AllocatorService/GetPool")
-    for frames in (
-        [raw(0, 0, 1, b"", 2**24 - 1)],
-        [raw(1, 4, 1, block), raw(0, 0, 1, b"\0" * 20_000)],
-        [raw(4, 0, 0, b"\0" * 5)],
-        [raw(4, 0, 0, struct.pack(">HI", 5, 1))],
-        [raw(4, 0, 0, struct.pack(">HI", 4, 2**32 - 1))],
-        [raw(6, 0, 0, b"\0")],
-        [raw(3, 0, 1, b"\0")],
-        [raw(8, 0, 0, struct.pack(">I", 0))],
-        [raw(8, 0, 0, struct.pack(">I", 2**31 - 1))] * 2,
-        [raw(1, 4, 1, block), raw(8, 0, 1, struct.pack(">I", 2**31 - 1))] * 2,
-    ):
-        send(server, _http2(*frames))
-
-
-def _bad_headers(server: Server) -> None:
-    rng = Random(9)
-    path = "/kvpool.v1.AllocatorService/GetPool"
-    for block in (
-        b"\x80",
-        b"\xff" * 20,
-        b"\x3f\xff\xff\xff\xff\x7f",
-        rng.randbytes(200),
-        headers(path, ("x", "y" * 20_000))[:16_000],
-        headers(path, *((f"x{i}", "y") for i in range(500))),
-        headers(path, (":path", "/twice")),
-        headers(path, ("UPPER", "case"), ("connection", "close"), ("\0", "\r\n")),
-        headers(path, ("grpc-timeout", "99999999999999999999n")),
-        headers(path, ("grpc-timeout", "-1S")),
-        Encoder().encode([(":method", "GET"), (":path", "/")]),
-        Encoder().encode([]),
-    ):
-        send(server, _http2(raw(1, 5, 1, block)))
 
 
 ATTACKS: Final[dict[str, Callable[[Server], object]]] = {
@@ -187,17 +181,5 @@ ATTACKS: Final[dict[str, Callable[[Server], object]]] = {
     "half a preface": lambda server: send(server, [PREFACE[:11]]),
     "a preface alone": lambda server: send(server, [PREFACE]),
     "slow connections": _slowly,
-    "rapid reset": _rapid_reset,
-    "rapid reset of whole calls": _rapid_reset_of_calls,
-    "a thousand streams": _thousand_streams,
-    "a flood of continuations": _continuations,
-    "a flood of settings": lambda server: send(server, _http2(*[SETTINGS] * _FLOOD)),
-    "a flood of pings": lambda server: send(server, _http2(*[raw(6, 0, 0, b"\0" * 8)] * _FLOOD)),
-    "a flood of empty data": lambda server: send(
-        server,
-        _http2(raw(1, 4, 1, headers("/kvpool.v1.AllocatorService/Schedule")), *[raw(0, 0, 1, b"")] * _FLOOD),
-    ),
-    "bad streams": _bad_streams,
-    "bad sizes": _bad_sizes,
-    "bad headers": _bad_headers,
+    **{name: partial(_send_frames, name) for name in FRAMES},
 }

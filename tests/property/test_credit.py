@@ -6,7 +6,7 @@ the order of their copies. Blocks that the session filled and reports with its n
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -195,44 +195,40 @@ class Both:
         elif each.kind == "executed":
             self.session.mark_executed()
             self.asked.mark_executed()
+        elif running and each.kind == "batch":
+            self.decode(running, each)
         elif running:
             picked = running[each.which % len(running)]
-            if each.kind == "batch":
-                self.decode(running, each)
-            elif each.kind == "mixed":
-                self.mixed(running, picked, each)
-            else:
-                {"allocate": self.allocate, "reject": self.reject, "preempt": self.leave, "free": self.leave}[
-                    each.kind
-                ](picked, each)
+            match each.kind:
+                case "mixed":
+                    self.mixed(running, picked, each)
+                case "allocate":
+                    self.allocate(picked, each)
+                case "reject":
+                    self.reject(picked, each)
+                case _:
+                    self.leave(picked, each)
 
     def admit(self, each: Round) -> None:
         waiting = [request for request in self.requests if not request.num_computed_tokens]
         if waiting and each.which % 2:
             request = waiting[each.which % len(waiting)]
         elif len(self.requests) < MAX_REQUESTS:
-            self.num_made += 1
             prompt = [i % 5 * (each.which % 3) for i in range(1 + 7 * each.which // 2 + each.count)]
-            prompt[0] = self.num_made if each.count > 1 else 0  # unique, or shared with others
-            request = self.session.request(f"r{self.num_made}", prompt)
-            self.requests.append(request)
-            self.asked.ask(Operation.APPEND, request)
+            prompt[0] = self.num_made + 1 if each.count > 1 else 0  # unique, or shared with others
+            request = self.declare(prompt)
         else:
             return
         if each.kind == "external":
             self.bring(request, each)
             return
+        counts: dict[str, Any] = {
+            "num_lookahead_tokens": each.num_lookahead_tokens,
+            "num_encoder_tokens": self.num_encoder_tokens,
+        }
         with self.session.step() as step:
-            answer = step.admit(
-                request, num_lookahead_tokens=each.num_lookahead_tokens, num_encoder_tokens=self.num_encoder_tokens
-            )
-        outcome = self.asked.ask(
-            Operation.ADMIT,
-            request,
-            num_lookahead_tokens=each.num_lookahead_tokens,
-            num_encoder_tokens=self.num_encoder_tokens,
-        )
-        assert answer.outcome is outcome
+            answer = step.admit(request, **counts)
+        assert answer.outcome is self.asked.ask(Operation.ADMIT, request, **counts)
 
     def bring(self, request: Request, each: Round) -> None:
         """Looks up a request, then allocates its external tokens, and none or some of the other tokens."""
@@ -298,9 +294,11 @@ class Both:
             return None
         if waiting or len(self.requests) >= MAX_REQUESTS:
             return waiting[0] if waiting else None
-        self.num_made += 1
         like = running[each.count % len(running)].token_ids[: MAX_TOKENS - 3]
-        prompt = [*like, each.which, 1] if each.which % 2 else [*like[1:], 2]
+        return self.declare([*like, each.which, 1] if each.which % 2 else [*like[1:], 2])
+
+    def declare(self, prompt: list[int]) -> Request:
+        self.num_made += 1
         request = self.session.request(f"r{self.num_made}", prompt)
         self.requests.append(request)
         self.asked.ask(Operation.APPEND, request)
@@ -329,8 +327,7 @@ class Both:
         rejected = request.num_computed_tokens - kept
         with self.session.step() as step:
             answer = step.allocate_slots(request, 1, num_computed_tokens=kept)
-        outcome = self.asked.ask(Operation.ALLOCATE, request, 1, num_rejected_tokens=rejected)
-        assert answer.outcome is outcome
+        assert answer.outcome is self.asked.ask(Operation.ALLOCATE, request, 1, num_rejected_tokens=rejected)
 
     def leave(self, request: Request, each: Round) -> None:
         if each.kind == "free":
@@ -375,24 +372,24 @@ class Both:
                 assert request.credit_tokens == (behind.credit_tokens if pool.gives_credit else 0)
 
 
-@settings(max_examples=settings().max_examples * 6 // 10)
-@given(config=wide_configs(), rounds=st.lists(ROUNDS, min_size=25, max_size=60))
-def test_answers_on_credit_equal_the_answers_of_the_pool(config: PoolConfig, rounds: list[Round]) -> None:
+def check_rounds(config: PoolConfig, num_requests: int, rounds: list[Round]) -> None:
+    """Plays rounds after some admissions; compares both pools after each of them."""
     both = Both(config)
-    for request in range(3):
+    for request in range(num_requests):
         both.play(Round("admit", 2 * request, 2, 0, appends=True))
     for each in rounds:
         both.play(each)
         both.check()
+
+
+@settings(max_examples=settings().max_examples * 6 // 10)
+@given(config=wide_configs(), rounds=st.lists(ROUNDS, min_size=25, max_size=60))
+def test_answers_on_credit_equal_the_answers_of_the_pool(config: PoolConfig, rounds: list[Round]) -> None:
+    check_rounds(config, 3, rounds)
 
 
 @given(order=st.sampled_from(ReuseOrder), rounds=st.lists(ROUNDS_BESIDE, min_size=25, max_size=60))
 def test_decodes_beside_admissions_equal_the_answers_of_the_pool(order: ReuseOrder, rounds: list[Round]) -> None:
     """In these rounds the order of caching often matters."""
     groups = (KVCacheGroup(FullAttentionSpec(4), ("layer.0",)),)
-    both = Both(PoolConfig(PoolName("m"), 60, MAX_TOKENS, groups, reuse_order=order))
-    for request in range(4):
-        both.play(Round("admit", 2 * request, 2, 0, appends=True))
-    for each in rounds:
-        both.play(each)
-        both.check()
+    check_rounds(PoolConfig(PoolName("m"), 60, MAX_TOKENS, groups, reuse_order=order), 4, rounds)

@@ -6,7 +6,7 @@ computed with the weights that the session has now.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -25,6 +25,7 @@ from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS
 from kvpool.core.steps.columns import Operation, Outcome, Step, StepResult
 from support.core import World
 from support.integrity import check_integrity
+from support.refusals import refused
 
 WITHOUT_REQUEST = (Operation.EVICT, Operation.RESET)
 GROWING = (Operation.APPEND, Operation.ALLOCATE)
@@ -106,9 +107,11 @@ class FilledBlock:
 
 @dataclass
 class Scheduler:
-    """A session, its requests by number, and the steps that it sent."""
+    """A session, its requests by number, the steps that it sent, and what keeps its lease."""
 
     session: Session
+    seen_seconds: float
+    num_streams: int = 0
     requests: dict[int, Known] = field(default_factory=dict)
     sent: list[tuple[Step, StepResult]] = field(default_factory=list)
 
@@ -211,31 +214,6 @@ def tamed(row: Row, known: Known | None) -> Operation:
     return operation
 
 
-# Ways to change a step so that it must be refused.
-INVALID_CHANGES: list[Callable[[Step], Step]] = [
-    lambda step: replace(step, block_hashes=step.block_hashes + b"x"),
-    lambda step: replace(step, block_ids=[*step.block_ids, 1]),
-    lambda step: replace(step, request_ids=[*step.request_ids, "unused"]),
-    lambda step: replace(step, declares=[not declares for declares in step.declares]),
-    lambda step: replace(step, declares=[*step.declares, False]),
-    lambda step: replace(step, token_ids=[1]),
-    lambda step: replace(step, executed_sequence=step.sequence),
-    lambda step: replace(step, executed_sequence=-1),
-    lambda step: replace(step, launched_sequence=step.sequence + 1),
-    lambda step: replace(step, launched_sequence=-1),
-    lambda step: replace(step, num_external_tokens=[0] * (len(step.operations) + 1)),
-    lambda step: replace(step, full_sequence_must_fit=[False] * (len(step.operations) + 1)),
-    lambda step: replace(step, sequence=step.sequence + 1),
-    lambda step: replace(step, sequence=0),
-    lambda step: replace(step, operations=[*step.operations, 0]),
-    lambda step: replace(step, operations=[*step.operations[:-1], 99]),
-    lambda step: replace(step, request_numbers=[*step.request_numbers, 1]),
-    lambda step: replace(step, num_new_tokens=[-1] * (len(step.operations) + 1)),
-    lambda step: replace(step, request_numbers=[77] * len(step.operations), operations=[Operation.FREE] * 9),
-    lambda step: replace(step, num_appended_tokens=[2**40] * len(step.operations)),
-]
-
-
 class RandomSteps(RuleBasedStateMachine):
     """Schedulers of one pool, with a clock that the test sets."""
 
@@ -261,7 +239,27 @@ class RandomSteps(RuleBasedStateMachine):
     @precondition(lambda self: len(self.schedulers) < 3)
     @rule()
     def open_session(self) -> None:
-        self.schedulers.append(Scheduler(self.world.open(LEASE_SECONDS)))
+        self.schedulers.append(Scheduler(self.world.open(LEASE_SECONDS), self.world.now_seconds))
+
+    @precondition(lambda self: self.schedulers)
+    @rule(which=st.integers(0, 2), opens=st.booleans())
+    def open_or_end_stream(self, which: int, *, opens: bool) -> None:
+        """A lease does not run while a stream is open. It runs from the end of the last one."""
+        scheduler = self.touch_session(which)
+        if opens:
+            self.world.allocator.attach_stream(scheduler.session)
+            scheduler.num_streams += 1
+        elif scheduler.num_streams:
+            self.world.allocator.detach_stream(scheduler.session, self.world.now_seconds)
+            scheduler.num_streams -= 1
+            scheduler.seen_seconds = self.world.now_seconds
+
+    @precondition(lambda self: self.schedulers)
+    @rule(which=st.integers(0, 2))
+    def keep_alive(self, which: int) -> None:
+        scheduler = self.touch_session(which)
+        self.world.allocator.touch_session(scheduler.session.session_id, self.world.now_seconds)
+        scheduler.seen_seconds = self.world.now_seconds
 
     @precondition(lambda self: self.schedulers)
     @rule(round_=st.lists(rounds, min_size=1, max_size=6))
@@ -278,16 +276,6 @@ class RandomSteps(RuleBasedStateMachine):
             self.read(scheduler, step, result, requests)
             scheduler.sent.append((step, result))
             self.books_balance()
-
-    @precondition(lambda self: self.schedulers)
-    @rule(round_=rounds, change=st.sampled_from(INVALID_CHANGES))
-    def send_invalid(self, round_: Round, change: Callable[[Step], Step]) -> None:
-        scheduler = self.touch_session(round_.which)
-        step = change(self.build(scheduler, round_)[0])
-        before = self.world.snapshot()
-        with pytest.raises(KvpoolError):
-            self.world.apply(scheduler.session, step)
-        assert self.world.snapshot() == before
 
     @precondition(lambda self: any(s.sent for s in self.schedulers))
     @rule(which=st.integers(0, 2), back=st.integers(1, 16))
@@ -348,15 +336,21 @@ class RandomSteps(RuleBasedStateMachine):
         allocator, now_seconds = self.world.allocator, self.world.now_seconds
         assert len(allocator.end_due_quarantines(now_seconds)) == sum(1 for due, _ in self.kept if due <= now_seconds)
         self.kept = [(due, blocks) for due, blocks in self.kept if due > now_seconds]
+        due = [s for s in self.schedulers if not s.num_streams and s.seen_seconds <= now_seconds - LEASE_SECONDS]
+        self.check_expired(due, has_ended=False)
         expired = allocator.expire(now_seconds, quarantine_seconds=quarantine_seconds)
-        ended = [session for _, session, _ in expired]
-        due = self.world.now_seconds - LEASE_SECONDS
-        assert ended == [s.session for s in self.schedulers if s.session.last_seen_seconds <= due]
-        for session in ended:
-            with pytest.raises(AbortedError):
-                self.world.allocator.sessions.find(session.session_id, self.world.now_seconds)
-        self.keep([s for s in self.schedulers if s.session in ended], quarantine_seconds)
-        self.schedulers = [s for s in self.schedulers if s.session not in ended]
+        assert [session for _, session, _ in expired] == [s.session for s in due]
+        self.check_expired(due, has_ended=True)
+        self.keep(due, quarantine_seconds)
+        self.schedulers = [s for s in self.schedulers if s not in due]
+
+    def check_expired(self, due: list[Scheduler], *, has_ended: bool) -> None:
+        """Rule 3 of session: a lease has expired for all that ask, before the session is ended and after it."""
+        allocator, now_seconds = self.world.allocator, self.world.now_seconds
+        for session_id in (scheduler.session.session_id for scheduler in due):
+            assert allocator.sessions.is_overdue(session_id, now_seconds) != has_ended
+            with refused(AbortedError, reason="LEASE_EXPIRED"):
+                allocator.touch_session(session_id, now_seconds)
 
     def keep(self, ended: list[Scheduler], quarantine_seconds: float) -> None:
         """Records the blocks of ended schedulers, which must not be allocated until their quarantine ends."""
@@ -536,6 +530,9 @@ class RandomSteps(RuleBasedStateMachine):
     def teardown(self) -> None:
         """After all sessions have ended, every block is free."""
         if hasattr(self, "world"):
+            for scheduler in self.schedulers:
+                for _ in range(scheduler.num_streams):
+                    self.world.allocator.detach_stream(scheduler.session, self.world.now_seconds)
             self.world.allocator.expire(self.world.now_seconds + LEASE_SECONDS)
             self.world.allocator.end_due_quarantines(float("inf"))
             check_integrity(self.world.pool, [])

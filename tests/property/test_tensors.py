@@ -3,12 +3,10 @@
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
@@ -102,30 +100,3 @@ def test_a_layer_accesses_only_its_pages(device: torch.device, data: st.DataObje
                 seen = buffer.view(torch.uint8)
                 assert torch.equal(seen, expected.flatten()) if i == at else not seen.any()
             buffers[at].zero_()
-
-
-@given(data=st.data(), config=small_configs())
-def test_layers_that_share_a_buffer_are_separated_by_blocks(data: st.DataObject, config: KVCacheConfig) -> None:
-    """Blocks of several groups are written in turn; each still holds what its group wrote, though pages are shared."""
-    layouts, sizes = data.draw(layouts_of(config))
-    buffers = allocate_buffers(config, torch.device("cpu"))
-    views = reshape_kv_cache(config, config.num_blocks, buffers, layouts, sizes)
-    owners = [data.draw(st.sampled_from(range(len(config.groups)))) for _ in range(config.num_blocks)]
-    expected = [torch.zeros_like(buffer).view(torch.uint8) for buffer in buffers]
-    for block, owner in enumerate(owners):
-        group = config.groups[owner]
-        for name, spec in layer_specs(group):
-            write_block(views[name], layouts.get(name, ""), block, kernel_blocks_of(spec, sizes[owner]))
-            at, offset, stride = offset_of(config, name)
-            start = block * stride + offset
-            expected[at][start : start + spec.content_size_bytes] = MARK
-    for buffer, bytes_expected in zip(buffers, expected, strict=True):
-        assert torch.equal(buffer.view(torch.uint8), bytes_expected)
-
-
-@given(config=small_configs(), missing_bytes=st.integers(1, 4096))
-def test_buffers_a_little_too_small_are_refused_by_layer(config: KVCacheConfig, missing_bytes: int) -> None:
-    buffers = list(allocate_buffers(config, torch.device("cpu")))
-    buffers[-1] = buffers[-1][:-missing_bytes]
-    with pytest.raises(InvalidArgumentError, match=f"layer '{config.tensors[-1].shared_by[0]}' needs"):
-        reshape_kv_cache(config, config.num_blocks, buffers)

@@ -55,14 +55,6 @@ class SimulatedChannel:
 
         return begin
 
-    def stream_unary(self, method: str, **_: object) -> Callable[..., object]:
-        """Not simulated."""
-
-        def begin(*_: object, **__: object) -> object:
-            raise NotImplementedError(method)
-
-        return begin
-
     def stream_stream(
         self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
     ) -> Callable[..., "StreamCall"]:

@@ -22,37 +22,23 @@ import errno
 import os
 from collections.abc import Iterable
 
-from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.lending.borrower_registry import Borrower, BorrowerRegistry, FenceSent, Link
 from kvpool.lending.memory_folder import PastBorrower
+from support.transcripts import Played
 
 
-class BorrowerTranscript:
+class BorrowerTranscript(Played):
     """A registry in epoch 5, and its processes. Nothing happens without a command."""
 
     def __init__(self) -> None:
-        self.lines: list[str] = []
+        super().__init__()
         self.registry = self._new_registry()
         self.processes: dict[str, Borrower] = {}
         self._links: dict[str, list[Link]] = {}
         self._saved: list[PastBorrower] = []
         self._disk = "works"
-        self._shown = ""
         self._do_begin("5")
-
-    def execute(self, command: str, *words: str) -> list[str]:
-        """Executes a command; returns its output."""
-        self.lines.clear()
-        options = dict(word.split("=") for word in words if "=" in word)
-        try:
-            getattr(self, f"_do_{command}")(*(word for word in words if "=" not in word), **options)
-        except KvpoolError as error:
-            self.lines.append(f"refused: {error.reason}")
-        state = self._state()
-        self.lines += [] if state == self._shown else [state]
-        self._shown = state
-        return list(self.lines)
 
     def _new_registry(self) -> BorrowerRegistry:
         made = BorrowerRegistry(self._save, self._add, lambda borrower: self.lines.append(f"kills {borrower.name}"))

@@ -164,32 +164,14 @@ def leave_journal(folder: Path, config: PoolConfig, seed: int, num_changes: int)
 
 def states_of(config: PoolConfig, seed: int, num_changes: int) -> list[DrivenState]:
     """States that such a journal may recover: nothing, and the state after each record. A change may have several."""
-    found = [DrivenState()]
-    is_last = False
-    while not is_last:
-        state = DrivenState()
-        state.journal = _Stopping(len(found))
-        with contextlib.suppress(_StopError):
-            Traffic(state, config, seed).changes(num_changes)
-            is_last = True
-        state.journal = None
-        found.append(state)
+    state = DrivenState()
+    recorder, traffic = Recorder(state), Traffic(state, config, seed)
+    traffic.changes(num_changes)
+    found = []
+    for count in range(len(recorder.records) + 1):
+        found.append(DrivenState())
+        replay(found[-1], recorder.records[:count])
     return found
-
-
-class _StopError(BaseException):
-    """Ends traffic after a record."""
-
-
-class _Stopping(Recorder):
-    def __init__(self, num_records: int) -> None:
-        super().__init__()
-        self._num_records = num_records
-
-    def record(self, command: Command[Any], now_seconds: float, result: object) -> None:
-        super().record(command, now_seconds, result)
-        if len(self.records) == self._num_records:
-            raise _StopError
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -39,6 +39,7 @@ from kvpool.v1 import lending_pb2
 from kvpool.wire.lending import encode_message
 from support.core import config
 from support.fake_lender import FakeLender
+from support.transcripts import Played
 
 SIZE_BYTES: Final = 4096
 DECLARED: Final = DeclaredMemory(
@@ -84,7 +85,7 @@ def fake_lender() -> Iterator[FakeLender]:
         lender.stop()
 
 
-class LenderTranscript:
+class LenderTranscript(Played):
     """A lender and the process of an engine."""
 
     fake: FakeLender
@@ -94,19 +95,9 @@ class LenderTranscript:
 
     def __init__(self, opened: ExitStack) -> None:
         """Closes what is open with `opened`."""
+        super().__init__()
         self._opened = opened
-        self._lines: list[str] = []
         self._tickets: dict[str, StepTicket] = {}
-
-    def execute(self, command: str, *words: str) -> list[str]:
-        """Executes a command; returns its output."""
-        self._lines.clear()
-        options = dict(word.split("=") for word in words if "=" in word)
-        try:
-            getattr(self, f"_do_{command}")(*(word for word in words if "=" not in word), **options)
-        except KvpoolError as error:
-            self._lines.append(f"refused: {error.reason}")
-        return list(self._lines)
 
     def _do_connected(self, timeout: str = "30") -> None:
         self._opened.close()
@@ -188,12 +179,12 @@ class LenderTranscript:
         requests: list[Any] = self.fake.wait_for(kind, int(count))[: int(count)]  # others may follow
         if kind == "bind":
             named = sorted((request.epoch, request.session_number) for request in requests)
-            self._lines.append(f"bind: {' '.join(f'{number} in {epoch}' for epoch, number in named)}")
+            self.lines.append(f"bind: {' '.join(f'{number} in {epoch}' for epoch, number in named)}")
         if kind == "fenced":
-            self._lines.append(f"fenced: {' '.join(str(request.fence_sequence) for request in requests)}")
+            self.lines.append(f"fenced: {' '.join(str(request.fence_sequence) for request in requests)}")
 
     def _do_count(self, kind: str) -> None:
-        self._lines.append(f"{kind}: {self.fake.count(kind)} times")
+        self.lines.append(f"{kind}: {self.fake.count(kind)} times")
 
     def _do_last(self, count: str) -> None:
-        self._lines.append(" ".join(str(each.WhichOneof("message")) for each in self.fake.requests[-int(count) :]))
+        self.lines.append(" ".join(str(each.WhichOneof("message")) for each in self.fake.requests[-int(count) :]))

@@ -28,9 +28,10 @@ from kvpool.core.ranks.messages import FenceSet, HeldTensors, Planned, PoolState
 from kvpool.core.specs.kinds import SlidingWindowSpec
 from kvpool.gpu_worker import rank_effects as effects
 from kvpool.gpu_worker.rank_protocol import RankProtocol
-from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
+from kvpool.lending.fence import Fence, StepTicket
 from support.rank_server import plan_config
 from support.ranks import registration
+from support.transcripts import Played
 
 _TIMING: Final = Registered(1.0, 5.0, 30.0)
 _MAX_MODEL_LEN: Final = 1024
@@ -80,13 +81,13 @@ class _Fence(Fence):
         super().narrow(last_session_number, live)
 
 
-class RankTranscript:
+class RankTranscript(Played):
     """A rank and its clock. Nothing happens without a command."""
 
     def __init__(self, continued_epoch: int = 0) -> None:
         """A rank without a stream; with tensors and a fence of an earlier process if an epoch is continued."""
-        self._lines: list[str] = []
-        self.fence = _Fence(self._lines)
+        super().__init__()
+        self.fence = _Fence(self.lines)
         held = effects.Allocation(plan_config(100), 100, 1) if continued_epoch else None
         past = replace(registration(), held=HeldTensors(continued_epoch, 100), last_epoch=continued_epoch)
         self.rank = RankProtocol(
@@ -97,21 +98,10 @@ class RankTranscript:
         self._now = 1000.0
         self._plans: list[Planned] = []
         self._steps: dict[str, StepTicket] = {}
-        self._shown = ""
-
-    def execute(self, command: str, *words: str) -> list[str]:
-        """Executes a command; returns its output."""
-        self._lines.clear()
-        options = dict(word.split("=") for word in words if "=" in word)
-        getattr(self, f"_do_{command}")(*(word for word in words if "=" not in word), **options)
-        state = self._state()
-        self._lines += [] if state == self._shown else [state]
-        self._shown = state
-        return list(self._lines)
 
     def _carry_out(self, happened: list[effects.Effect]) -> None:
         for effect in happened:
-            self._lines.append(_line(effect))
+            self.lines.append(_line(effect))
             if isinstance(effect, effects.Allocate):
                 self._plans.append(effect.planned)
             if isinstance(effect, effects.EpochBegan):
@@ -148,10 +138,7 @@ class RankTranscript:
 
     def _do_step(self, name: str, session: str, epoch: str = "") -> None:
         lease = TableLease(int(epoch or self.fence.epoch), SessionNumber(int(session)))
-        try:
-            self._steps[name] = self.fence.step(lease)
-        except StaleTablesError as error:
-            self._lines.append(f"refused: {error.reason}")
+        self._steps[name] = self.fence.step(lease)
 
     def _do_done(self, name: str = "") -> None:
         if name:
@@ -178,14 +165,14 @@ class RankTranscript:
     def _do_join(self) -> None:
         self._do_tick()
         self._do_joined()
-        self._lines.clear()
+        self.lines.clear()
 
     def _do_open(self, epoch: str, num_blocks: str = "100") -> None:
         self._do_plan(epoch, num_blocks)
         if self._plans:
             self._do_allocated()
         self._do_ready(epoch, num_blocks)
-        self._lines.clear()
+        self.lines.clear()
 
     def _state(self) -> str:
         rank = self.rank

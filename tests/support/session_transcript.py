@@ -27,6 +27,7 @@ from kvpool.client.transports.embedded import EmbeddedTransport
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.steps.columns import Operation, Step, StepResult
+from support.transcripts import arguments
 
 _GROUPS: Final = {
     "full": (FullAttentionSpec(4),),
@@ -77,7 +78,7 @@ class SessionTranscript:
                 self._step(command, words)
             else:
                 do = getattr(self, f"_do_{command}", partial(self._operate, self.session, command))
-                named, options = _arguments(words)
+                named, options = arguments(words)
                 do(*named, **options)
         except (KvpoolError, ZeroDivisionError) as error:
             lines.append(f"refused: {getattr(error, 'reason', type(error).__name__)}{_field(error)}")
@@ -125,12 +126,12 @@ class SessionTranscript:
 
     def _step(self, command: str, words: Sequence[str]) -> None:
         said, *operations = " ".join(words).split("/")
-        reports = {f"{key}_sequence": int(value) for key, value in _arguments(said.split())[1].items()}
+        reports = {f"{key}_sequence": int(value) for key, value in arguments(said.split())[1].items()}
         self._answers = []
         with (self.session.step if command == "step" else self.session.begin_step)(**reports) as step:
             for operation in filter(str.strip, operations):
                 name, *rest = operation.split()
-                named, options = _arguments(rest)
+                named, options = arguments(rest)
                 self._answers.append((operation.strip(), self._operate(step, name, *named, **options)))
 
     def _operate(self, on: Session | StepBuilder, operation: str, *words: str, **options: str) -> Any:
@@ -164,11 +165,6 @@ class SessionTranscript:
 
 
 _OPTIONS: Final = {"computed": "num_computed_tokens", "lookahead": "num_lookahead_tokens"}
-
-
-def _arguments(words: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    stated = dict(word.split("=") for word in words if "=" in word)
-    return tuple(word for word in words if "=" not in word), stated
 
 
 def _field(error: Exception) -> str:
