@@ -32,7 +32,6 @@ _ORDER = (
     "test_serving_lent",
     "test_plugin",
     "test_scheduler",
-    "test_weights",
     "test_sharing",
 )
 """First what shows within a minute that vLLM has changed. Then files that take long, the longest first, so that all
@@ -63,6 +62,22 @@ def address() -> Iterator[str]:
     """Where a service listens that all tests of the session share."""
     with TemporaryDirectory() as folder, service(Path(folder), "--max-pools", "4096") as started:
         yield started.address
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Of the tests of a file."""
+    with TemporaryDirectory() as path:  # shorter than tmp_path: the address of a socket is limited
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def starts() -> Iterator[object]:
+    """Starts `vllm serve` for the tests of a file."""
+    from engine.vllm_serve import serving  # noqa: PLC0415 - needs what vLLM needs
+
+    with serving() as started:
+        yield started
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -393,8 +393,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     epoch = client.get_pool(place.pool).epoch
     before_kill = [other.ask(f"k{i}", prompt, 100) for i, prompt in enumerate(prompts)]
     other.wait_for_steps(other.num_steps + 20)
-    place.lender.signal(signal.SIGKILL)
-    place.lender.end()
+    place.lender.kill()
     place.lender = place.start_lender()
     other.wait(*before_kill)
     assert all_tokens(before_kill) == all_tokens(expected), "a token differs"

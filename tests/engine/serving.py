@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from engine.forks import start
-from engine.lending import attached_to
+from engine.lending import attached_to, start_lender
 from engine.models import LLAMA, write_model
 from support.logging_process import LoggingProcess
 from support.processes import PIPE
@@ -201,14 +200,9 @@ class Site:
 
     def start_lender(self, rank: int = 0) -> LoggingProcess:
         """Starts the lender of a rank, at first or again."""
-        kvpool = str(Path(sys.executable).parent / "kvpool")
-        options = ("--pool", self.pool, "--rank", str(rank), "--world-size", str(self._num_ranks), "--device", "cpu")
-        lender = LoggingProcess(
-            kvpool, "worker", "--server", self.service, *options, "--memory", "1GiB",
-            "--lend", self.memory.replace("{rank}", str(rank)), "--lend-folder", str(self.memory_folder),
-        )  # fmt: skip
-        self._stack.callback(_end, lender)
-        lender.wait_for("lending")
+        flags = ("--lend-folder", str(self.memory_folder))
+        lender = start_lender(self.service, self.pool, self.memory, rank, self._num_ranks, *flags)
+        self._stack.callback(lender.stop)
         return lender
 
     @property
@@ -251,9 +245,3 @@ def site(service: str, num_blocks: int, pool: str = "shared", num_ranks: int = 1
     """Runs a site on a service; ends all that it started."""
     with ExitStack() as stack:
         yield Site(stack, service, num_blocks, pool, num_ranks)
-
-
-def _end(lender: LoggingProcess) -> None:
-    if lender.process.poll() is None:
-        lender.signal(signal.SIGTERM)
-    lender.end()

@@ -144,18 +144,16 @@ def test_an_engine_continues_with_a_restarted_service(plain: Plain, scripts: Scr
     ):
         engine.read_until_it_pauses()
         begun = _pool(server.address)
-        server.kill()
-        server.start_again()
+        server.restart()
         engine.go_on()
 
         engine.read_until_it_pauses()
         server.kill()
         engine.go_on()
-        server.start_again()
+        server.restart()
 
         engine.read_steps(SOME_STEPS)
-        server.kill()
-        server.start_again()
+        server.restart()
         engine.read_until_it_pauses()
         assert engine.num_steps == LATE
         engine.go_on()
@@ -215,8 +213,7 @@ def test_an_engine_stops_with_one_error_if_its_session_is_gone(plain: Plain, scr
         followed(scripts.pooled(server.address, EARLY, memory_id="gpu0"), tmp_path / "engine") as engine,
     ):
         engine.read_until_it_pauses()
-        server.kill()
-        server.start_again()
+        server.restart()
         engine.go_on()
         assert engine.end() == 1
     assert _errors(engine.log) == [NO_SESSION]
@@ -253,8 +250,7 @@ def test_a_separate_core_logs_why_it_stops_and_its_engine_reports_it(
         ) as engine,
     ):
         engine.read_until_it_pauses()
-        server.kill()
-        server.start_again()
+        server.restart()
         engine.go_on()
         assert engine.end() == 1
     errors = _errors(engine.log)

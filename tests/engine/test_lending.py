@@ -2,11 +2,8 @@
 
 import pickle
 import re
-import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +16,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from engine.driving import Setup, make_scheduler
 from engine.features import set_attribute
-from engine.lending import PoolLender, attached_to
+from engine.lending import PoolLender, attached_to, lenders
 from engine.models import GEMMA, LFM2, LLAMA
 from engine.pairs import POOLED_SCHEDULER, Engine, Pair, run_engine, run_pair
 from engine.results import Results
@@ -35,7 +32,6 @@ from kvpool.lending.fence import StepTicket
 from kvpool.lending.lender_client import connect_lender
 from kvpool.lending.steps_in_flight import StepsInFlight
 from support.lending import DECLARED
-from support.logging_process import LoggingProcess
 
 WORKER = "kvpool.client.vllm.Worker"
 ENGINES = {
@@ -55,12 +51,6 @@ ENGINES = {
         for parallel in ("tensor", "pipeline")
     },
 }
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with TemporaryDirectory() as path:  # shorter than tmp_path: the address of a socket is limited
-        yield Path(path)
 
 
 @pytest.fixture
@@ -121,6 +111,7 @@ def test_the_memory_is_described(lent: tuple[PoolLender, Pair]) -> None:
     assert all(name.isidentifier() and name == name.lower() for name in fingerprint)
     expected = {"dtype": "float32", "tensor_parallel_size": "1", "vllm_version": VERSION}
     assert expected.items() <= fingerprint.items()
+    assert "weights_version" not in fingerprint, "it may change while the memory stays"
     assert fingerprint["rank_attention_backend"].startswith("vllm.")
 
 
@@ -130,16 +121,10 @@ def lent_twice(folder: Path, address: str) -> tuple[Results, Results]:
     own = folder / "real"
     own.mkdir()
     memory = f"unix:{own}/m"
-    command = ("worker", "--server", address, "--pool", "twice", "--rank", "0", "--device", "cpu", "--memory", "1GiB")
-    worker = LoggingProcess(str(Path(sys.executable).parent / "kvpool"), *command, "--lend", memory)
-    try:
-        worker.wait_for("lending")
+    with lenders(address, "twice", memory):
         attached = attached_to(address, "twice", memory)
         first = run_engine(ENGINES["llama"], attached, own / "first")
         return first, run_engine(ENGINES["llama"], attached, own / "second")
-    finally:
-        worker.signal(signal.SIGTERM)
-        assert worker.end() == 0, "".join(worker.lines)
 
 
 def test_an_engine_finds_what_an_earlier_engine_computed(lent_twice: tuple[Results, Results]) -> None:
@@ -159,20 +144,8 @@ def lent_in_parallel(request: pytest.FixtureRequest, folder: Path, address: str)
     own = folder / request.param
     own.mkdir()
     memory = f"unix:{own}/m{{rank}}"
-    kvpool = str(Path(sys.executable).parent / "kvpool")
-    common = ("worker", "--server", address, "--pool", pool, "--world-size", "2", "--device", "cpu", "--memory", "1GiB")
-    workers = [
-        LoggingProcess(kvpool, *common, "--rank", str(rank), "--lend", memory.replace("{rank}", str(rank)))
-        for rank in range(2)
-    ]
-    try:
-        for worker in workers:
-            worker.wait_for("lending")
+    with lenders(address, pool, memory, world_size=2):
         yield pool, run_pair(ENGINES[request.param], attached_to(address, pool, memory), own / "pair")
-    finally:
-        for worker in workers:
-            worker.signal(signal.SIGTERM)
-        assert [worker.end() for worker in workers] == [0, 0]
 
 
 def test_two_workers_compute_in_the_memory_of_two_ranks(lent_in_parallel: tuple[str, Pair], address: str) -> None:

@@ -155,8 +155,7 @@ def _evict(server: Service, pid: int) -> None:
 
 def _restart(server: Service, pid: int) -> None:
     del pid
-    server.kill()
-    server.start_again()
+    server.restart()
 
 
 def _pause(server: Service, pid: int) -> None:

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from signal import SIGKILL
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
@@ -25,13 +24,12 @@ Away: TypeAlias = Callable[[Service, Site], AbstractContextManager[None]]
 def _service_away(server: Service, _: Site) -> Iterator[None]:
     server.kill()
     yield
-    server.start_again()
+    server.restart()
 
 
 @contextmanager
 def _lender_away(_: Service, place: Site) -> Iterator[None]:
-    place.lender.signal(SIGKILL)
-    place.lender.end()
+    place.lender.kill()
     yield
     place.lender = place.start_lender()
 

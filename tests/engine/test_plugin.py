@@ -25,7 +25,7 @@ from engine.environment import VLLM_ENVIRONMENT
 from engine.lending import PoolLender
 from engine.models import LLAMA, write_model
 from engine.serving import site
-from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, serving
+from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving
 from kvpool.client import NotFoundError, connect
 from kvpool.client.vllm import Scheduler, activation, version_check
 from kvpool.client.vllm.pool_config import UnsupportedError
@@ -427,12 +427,6 @@ def test_one_variable_puts_an_engine_on_kvpool_and_another_takes_it_off(model: P
         assert client.get_pool("tiny-llama").prefix_cache.hits_tokens == 96
         with pytest.raises(NotFoundError):
             client.get_pool("off")
-
-
-@pytest.fixture(scope="module")
-def starts() -> Iterator[Serving]:
-    with serving() as started:
-        yield started
 
 
 @LENDS

@@ -152,7 +152,7 @@ def test_tokens_after_new_weights_and_a_reset_beside_a_busy_engine(address: str,
                 other.wait_ready()
                 running = _ask(other, "running", OF_OTHER)
                 other.wait_for_steps(5)
-            engine.call("apply_model", "engine.weights_program.load_other_weights")
+            engine.call("apply_model", "engine.drawn_weights.load_other_weights")
             engine.call("reset_prefix_cache")
             asked = _ask(engine, "after", OF_SLEEPER)
             answers.append((before, _tokens(engine, asked), [each.cached_tokens for each in asked]))

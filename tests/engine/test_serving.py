@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from engine.service import Service, service
-from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, VllmServe, serving
+from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, VllmServe
 from engine.workloads import Request
 from kvpool.client import PoolInfo, connect
 from support.waiting import wait_until
@@ -26,12 +26,6 @@ LONG = [replace(each, max_tokens=300) for each in REQUESTS if len(each.prompt) <
 @pytest.fixture(scope="module")
 def server() -> Iterator[Service]:
     with TemporaryDirectory() as folder, service(Path(folder), "--journal", f"{folder}/journal") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def starts() -> Iterator[Serving]:
-    with serving() as started:
         yield started
 
 
@@ -104,8 +98,7 @@ def test_no_request_notices_a_restart_of_the_service(
     for _ in range(3):
         admitted = pooled.pool.prefix_cache.queries_tokens
         wait_until(lambda: pooled.pool.prefix_cache.queries_tokens > admitted or not users.is_alive())  # noqa: B023 - called here
-        server.kill()
-        server.start_again()
+        server.restart()
     assert users.is_alive(), "the users had finished before"
     users.join()
     assert answers == expected

@@ -347,8 +347,7 @@ def test_a_killed_service_ends_no_request(tmp_path: Path, *, keeps_journal: bool
         for driver in (engine.driver, plain):
             driver.add("a", PROMPT, 60)
         steps = [(engine.driver.step(), plain.step()) for _ in range(5)]
-        server.kill()
-        server.start_again()
+        server.restart()
         if keeps_journal:
             steps += _steps_of_both(engine.driver, plain)
         engine.driver.finish()
@@ -364,8 +363,7 @@ def test_a_forgotten_session_in_memory_of_several_engines_ends_the_engine(tmp_pa
         if runs:
             engine.driver.add("a", PROMPT, 60)
             engine.driver.step()
-        server.kill()
-        server.start_again()
+        server.restart()
         engine.driver.add("b", PROMPT, 60)
         with pytest.raises((AbortedError, NotFoundError), match="session") as raised:
             engine.run_all()

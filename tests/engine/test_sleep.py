@@ -1,7 +1,6 @@
 """Engines that sleep: their memory is unmapped, their cached prefixes stay in the pool, and other engines go on."""
 
 import random
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -150,8 +149,7 @@ def test_an_engine_wakes_after_its_lender_was_killed_and_started_again(
     engine.wait_ready()
     assert _answer(engine, "a", OF_SLEEPER) == expected[8]
     engine.call("sleep", 1)
-    place.lender.signal(signal.SIGKILL)
-    place.lender.end()
+    place.lender.kill()
     _, error = engine.try_call("wake_up")
     assert "the connection to the lender is broken" in error
     place.start_lender()
