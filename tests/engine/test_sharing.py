@@ -1,10 +1,6 @@
 """Engines that share a pool, that die, and whose service dies: schedulers without a model, on a real service."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +17,12 @@ from kvpool.client import AbortedError, KvpoolError, NotFoundError, UnavailableE
 from kvpool.client.admin import AdminClient
 from kvpool.client.session import Session
 from kvpool.client.vllm import Scheduler
-from support import processes
 from support.answers import until_answered
 
 pytestmark = pytest.mark.complete
 
 PROMPT = [i * 7 % 512 for i in range(100)]
 SETUP = Setup(num_blocks=64)
-WAIT_SECONDS = 60.0
 
 
 class Engine:
@@ -311,25 +305,6 @@ def test_the_next_engine_may_have_another_configuration(
     second.scheduler.shutdown()
 
 
-def test_a_killed_engine_frees_its_blocks_for_the_next(address: str, tmp_path: Path) -> None:
-    command = [sys.executable, __file__, address, "killed", str(tmp_path)]
-    env = processes.environment()
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process,
-        connect(address) as client,
-    ):
-        assert process.stdout
-        assert process.stdout.readline() == "running\n"
-        assert client.get_pool("killed").free_blocks < SETUP.num_blocks - 1
-        process.send_signal(signal.SIGKILL)
-        process.wait(WAIT_SECONDS)
-        second = Engine(address, "killed", tmp_path)  # waits for the lease
-        info = client.get_pool("killed")
-    assert (info.sessions, info.free_blocks, info.cached_blocks) == (1, SETUP.num_blocks - 1, 0)
-    assert second.run("b", PROMPT) == 0
-    second.scheduler.shutdown()
-
-
 def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
     steps = []
     while not served.is_idle:
@@ -425,17 +400,3 @@ def test_a_step_whose_answer_outlasted_the_lease_runs_while_the_session_is_open(
         engine.run_all()
     assert "restart the engine" in raised.value.__notes__[0]
     engine.scheduler.shutdown()
-
-
-def _run_until_killed(address: str, pool: str, folder: Path) -> None:
-    engine = Engine(address, pool, folder, lease_seconds=2.0)
-    engine.driver.add("a", PROMPT, 500)
-    for _ in range(5):
-        engine.driver.step()
-    print("running", flush=True)
-    sys.stdin.read()  # until it is killed, or the test is gone
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    _run_until_killed(sys.argv[1], sys.argv[2], Path(sys.argv[3]))
