@@ -39,9 +39,7 @@ def environment(address: str, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyP
 
 def _start(starts: Serving, *options: str) -> VllmServe:
     """Starts one with two replicas, and waits until it serves."""
-    started = starts.start("--data-parallel-size", "2", *options)
-    started.wait_ready()
-    return started
+    return starts.start("--data-parallel-size", "2", *options)
 
 
 def _check_log(vllm: VllmServe, address: str, uses: list[str]) -> None:

@@ -21,7 +21,7 @@ from engine.models import GEMMA, LFM2, LLAMA
 from engine.pairs import POOLED_SCHEDULER, Engine, Pair, run_engine, run_pair
 from engine.results import Results
 from kvpool.client import connect
-from kvpool.client.vllm import Scheduler, Settings, Worker, lendable
+from kvpool.client.vllm import Scheduler, Settings, Worker
 from kvpool.client.vllm.lendable import check_lendable, declared_memory
 from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
@@ -265,12 +265,6 @@ def test_options_that_contents_depend_on_are_declared(
     assert len(set(after.fingerprint) - set(before.fingerprint)) == 1
 
 
-def test_other_versions_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lendable, "VERSION", "0.34.0")
-    with pytest.raises(UnsupportedError, match=r"lent memory of vLLM .*: use vLLM 0\.32\.x or 0\.33\.x"):
-        check_lendable(_vllm_config(tmp_path))
-
-
 def test_a_worker_needs_a_lender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KVPOOL_MEMORY", raising=False)
     settings = {"kvpool": {"address": "a:1", "pool": "p", "deadline_seconds": 0.1}}
@@ -283,28 +277,6 @@ def test_a_worker_needs_a_lender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def _kvpool(memory: str, address: str = "a:1", pool: str = "p") -> dict[str, Any]:
     return {"kvpool": {"address": address, "pool": pool, "memory": memory}}
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("rank", 1, "it lends rank 1 of 1, and this is worker 0 of 1"),
-        ("world_size", 2, "it lends rank 0 of 2, and this is worker 0 of 1"),
-        ("device", "cuda:0", "its memory is on cuda:0, and the engine computes on cpu"),
-    ],
-)
-def test_the_lender_of_another_worker_is_refused(
-    lender: PoolLender, tmp_path: Path, field: str, value: Any, message: str
-) -> None:
-    setattr(lender.offer, field, value)
-    with pytest.raises(ValueError, match=message):
-        Worker(_vllm_config(tmp_path, additional_config=_kvpool(lender.address)), 0, 0, "")
-
-
-def test_a_refusal_of_the_lender_names_its_reason(lender: PoolLender, tmp_path: Path) -> None:
-    lender.answers["hello"] = WrongStateError("OTHER_POOL", "this rank is of pool other", field="pool_name")
-    with pytest.raises(WrongStateError, match=r"OTHER_POOL: .*: this rank is of pool other\. Set KVPOOL_POOL to"):
-        Worker(_vllm_config(tmp_path, additional_config=_kvpool(lender.address)), 0, 0, "")
 
 
 def test_memory_that_differs_is_refused_with_the_reason_and_what_to_do(

@@ -208,9 +208,7 @@ def starts() -> Iterator[Serving]:
 
 
 def _start(starts: Serving, server: Service, **settings: Any) -> VllmServe:
-    vllm = starts.start(kvpool={**_settings(server), **settings})
-    vllm.wait_ready()
-    return vllm
+    return starts.start(kvpool={**_settings(server), **settings})
 
 
 @pytest.mark.complete

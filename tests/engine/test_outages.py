@@ -58,9 +58,7 @@ def test_engines_wait_and_answer_as_vllm_alone(
     ):
         loads = [Load(name, NUM_REQUESTS) for name in "ab"]
         expected = of_vllm_alone(place, AHEAD, loads)
-        engines = [place.engine(options=AHEAD | SLOW, **settings) for _ in loads]
-        for engine in engines:
-            engine.wait_ready()
+        engines = place.engines(len(loads), options=AHEAD | SLOW, **settings)
         begun = _pool(place)
         for load, engine in zip(loads, engines, strict=True):
             load.ask(engine)
@@ -74,5 +72,3 @@ def test_engines_wait_and_answer_as_vllm_alone(
             engine.wait(*engine.answers.values())
         assert tokens({**engines[0].answers, **engines[1].answers}) == expected
         assert _pool(place).epoch == begun.epoch
-        for engine in engines:
-            engine.stop()

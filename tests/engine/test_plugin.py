@@ -442,7 +442,6 @@ def test_variables_put_vllm_serve_on_lent_memory(
         monkeypatch.setenv("KVPOOL_ADDRESS", address)
         monkeypatch.setenv("KVPOOL_MEMORY", lent.memory)
         engine = starts.start("--api-server-count", "2")
-        engine.wait_ready()
         assert [engine.complete(each).tokens for each in requests] == expected
         use = f"engine uses kvpool pool={pool_name} memory={lent.memory} address={address} setting=KVPOOL_ADDRESS\n"
         assert engine.process.log.count(use) == engine.process.log.count("engine uses kvpool") == 1

@@ -146,7 +146,6 @@ def test_tokens_after_new_weights_and_a_reset_beside_a_busy_engine(address: str,
         trained, other, alone = place.engine(), place.engine(), place.engine(is_attached=False)
         answers = []
         for engine in (trained, alone):
-            engine.wait_ready()
             before = _answer(engine, "before", OF_SLEEPER)
             if engine is trained:
                 other.wait_ready()
@@ -162,8 +161,6 @@ def test_tokens_after_new_weights_and_a_reset_beside_a_busy_engine(address: str,
         hits = _ask(other, "hits", OF_SLEEPER)
         assert _tokens(other, hits) == answers[0][0]
         assert all(each.cached_tokens for each in hits)
-        for engine in (trained, other, alone):
-            engine.stop()
 
 
 def test_sleep_mode_is_refused_in_memory_that_engines_name_themselves() -> None:

@@ -48,7 +48,6 @@ class Pooled:
         """The one that runs."""
         if self._running is None or not self._running.process.is_alive:
             self._running = self._starts.start(kvpool={"address": self._server.address, "pool": POOL})
-            self._running.wait_ready()
         return self._running
 
     @property
@@ -131,7 +130,6 @@ def test_a_signal_ends_the_session_with_its_requests(pooled: Pooled, number: Sig
 @pytest.mark.complete
 def test_an_engine_with_time_to_stop_answers_first(starts: Serving, server: Service) -> None:
     vllm = starts.start("--shutdown-timeout", "600", kvpool={"address": server.address, "pool": "drained"})
-    vllm.wait_ready()
     with vllm.begun(LONG[0]) as steps, connect(server.address) as client:
         vllm.signal(SIGTERM)
         assert sum(len(tokens) for tokens in steps) == LONG[0].max_tokens
