@@ -22,7 +22,6 @@ class Engine:
     Attributes:
         model: config.json.
         num_blocks: Of the pool.
-        groups: The kinds of KV cache that it has.
         workloads: Their names, in the order in which they run.
         options: More arguments of `vllm.LLM`.
         is_complete: Whether only `--depth all` starts it.
@@ -30,7 +29,6 @@ class Engine:
 
     model: Mapping[str, object]
     num_blocks: int
-    groups: frozenset[str]
     workloads: tuple[str, ...]
     options: Mapping[str, object] = field(default_factory=dict)
     is_complete: bool = False

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.complete, pytest.mark.timeout(600)]  # engines start o
 EARLY, LATER, LATE = 40, 120, 180
 """Steps before which engines pause: eight requests run; as many more, with their prefixes; the first have ended."""
 SOME_STEPS = 10
-ENGINE = Engine(LLAMA, 100, frozenset({"FullAttentionSpec"}), (), {"max_num_seqs": 16})
+ENGINE = Engine(LLAMA, 100, (), {"max_num_seqs": 16})
 POOL = "deaths"
 Answers: TypeAlias = dict[str, NewTokens]
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.complete
 
 def run(folder: Path, name: str, attached: Mapping[str, Any], *, has_dummies: bool) -> dict[str, Any]:
     """Runs an engine; see dummy_program.py."""
-    llm = {**Engine({}, 97, frozenset(), ()).specification(folder / "model")["llm"], **attached}
+    llm = {**Engine({}, 97, ()).specification(folder / "model")["llm"], **attached}
     found: dict[str, Any] = run_program("engine.dummy_program", {"llm": llm, "has_dummies": has_dummies}, folder / name)
     return found
 

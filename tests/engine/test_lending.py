@@ -35,19 +35,13 @@ from support.lending import DECLARED
 
 WORKER = "kvpool.client.vllm.Worker"
 ENGINES = {
-    "llama": Engine(LLAMA, 256, frozenset(), ("shared prefixes", "aborts"), {"max_num_seqs": 64}),
-    "gemma": Engine(GEMMA, 700, frozenset(), ("shared prefixes",), {"max_num_seqs": 64}),
+    "llama": Engine(LLAMA, 256, ("shared prefixes", "aborts"), {"max_num_seqs": 64}),
+    "gemma": Engine(GEMMA, 700, ("shared prefixes",), {"max_num_seqs": 64}),
     "lfm2": Engine(
-        LFM2,
-        150,
-        frozenset(),
-        ("crowded aborts", "shared prefixes"),
-        {"max_num_seqs": 32, "max_num_batched_tokens": 256},
+        LFM2, 150, ("crowded aborts", "shared prefixes"), {"max_num_seqs": 32, "max_num_batched_tokens": 256}
     ),
     **{
-        parallel: Engine(
-            LLAMA, 256, frozenset(), ("shared prefixes",), {"max_num_seqs": 64, f"{parallel}_parallel_size": 2}
-        )
+        parallel: Engine(LLAMA, 256, ("shared prefixes",), {"max_num_seqs": 64, f"{parallel}_parallel_size": 2})
         for parallel in ("tensor", "pipeline")
     },
 }

@@ -13,9 +13,7 @@ from engine.pairs import Engine
 
 pytestmark = pytest.mark.complete
 
-ENGINE = Engine(
-    LLAMA, 256, frozenset(), (), {"load_format": "auto", "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-)
+ENGINE = Engine(LLAMA, 256, (), {"load_format": "auto", "enable_lora": True, "max_lora_rank": 8, "max_loras": 2})
 
 
 class Loaded(NamedTuple):
