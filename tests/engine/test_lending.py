@@ -181,9 +181,15 @@ def test_another_allocation_is_refused(uses: int) -> None:
 
 # Refusals at the start.
 
-REFUSED: dict[str, tuple[str, Any, str]] = {
-    "elastic experts": ("parallel_config.enable_elastic_ep", True, "elastic expert parallelism in lent memory"),
-    "ReplaySSM": ("cache_config.use_replayssm", True, "ReplaySSM in lent memory"),
+REFUSED: dict[str, tuple[dict[str, Any], str, Any, str]] = {
+    "elastic experts": ({}, "parallel_config.enable_elastic_ep", True, "elastic expert parallelism in lent memory"),
+    "ReplaySSM": ({}, "cache_config.use_replayssm", True, "ReplaySSM in lent memory"),
+    "sleep with a connector": (
+        {"load_failures": "fail"},
+        "model_config.enable_sleep_mode",  # which vLLM refuses on CPU
+        True,
+        "sleep mode with a KV connector in lent memory",
+    ),
 }
 
 
@@ -196,23 +202,12 @@ def _vllm_config(tmp_path: Path, **setup: Any) -> Any:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_features_that_need_memory_of_ones_own_are_refused(case: str, tmp_path: Path) -> None:
-    path, value, message = REFUSED[case]
-    config = _vllm_config(tmp_path, additional_config=_kvpool("unix:/none"))
+    setup, path, value, message = REFUSED[case]
+    config = _vllm_config(tmp_path, additional_config=_kvpool("unix:/none"), **setup)
     check_lendable(config)
-    *parents, name = path.split(".")
-    target = config
-    for parent in parents:
-        target = getattr(target, parent)
-    object.__setattr__(target, name, value)
+    assert set_attribute(config, path, value)
     with pytest.raises(UnsupportedError, match=message):
         Worker(config, 0, 0, "", is_driver_worker=True)
-
-
-def test_sleep_mode_with_a_connector_is_refused(tmp_path: Path) -> None:
-    config = _vllm_config(tmp_path, load_failures="fail", additional_config=_kvpool("unix:/none"))
-    object.__setattr__(config.model_config, "enable_sleep_mode", True)  # which vLLM refuses on CPU
-    with pytest.raises(UnsupportedError, match="sleep mode with a KV connector in lent memory"):
-        check_lendable(config)
 
 
 def test_sleep_mode_and_the_cumem_allocator_are_not_refused(tmp_path: Path) -> None:

@@ -72,21 +72,6 @@ def test_an_engine_that_is_refused_leaves_no_pool(
         client.get_pool("refused")
 
 
-def test_an_unknown_version_is_refused_unless_it_is_named(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(version_check, "VERSION", "0.34.1")
-    for named in ("", "0.34.0"):
-        attached = {"kvpool": {"address": address, "pool": "unknown", "untested_version": named}}
-        with pytest.raises(UnsupportedError, match=r"use 0\.32 or 0\.33; untested_version='0\.34\.1'"):
-            make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path)
-    with connect(address) as client, pytest.raises(NotFoundError):
-        client.get_pool("unknown")
-    monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.34.1")
-    del attached["kvpool"]["untested_version"]
-    make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path).shutdown()
-
-
 def test_settings_in_the_configuration_override_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -33,9 +33,9 @@ class Engine:
         self.scheduler = make_scheduler(Scheduler, attached, folder)
         self.driver = Driver(self.scheduler, attached)
 
-    def run(self, name: str, prompt: list[int], max_tokens: int = 20) -> int:
+    def run(self, name: str, prompt: list[int], max_tokens: int = 20, **values: Any) -> int:
         """Runs a request to its end; returns how many tokens of it were cached."""
-        self.driver.add(name, prompt, max_tokens)
+        self.driver.add(name, prompt, max_tokens, **values)
         self.run_all()
         return self.driver.cached[name]
 
