@@ -1,6 +1,7 @@
 """What stands before tests of vLLM: its import, where it is there, and the service that engines are attached to."""
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -62,6 +63,14 @@ def address() -> Iterator[str]:
     """Where a service listens that all tests of the session share."""
     with TemporaryDirectory() as folder, service(Path(folder), "--max-pools", "4096") as started:
         yield started.address
+
+
+@pytest.fixture(autouse=True)
+def sessions_end() -> Iterator[None]:
+    """Ends the sessions of the schedulers that a test has made."""
+    yield
+    if driving := sys.modules.get("engine.driving"):
+        driving.end_sessions()
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,6 @@ def test_events_name_the_lora_as_vllm_does(address: str, tmp_path: Path) -> None
         engine.ask("a", lora(write_adapter(tmp_path / "sql")))
         stored = next(event for batch in batches for event in batch.events if isinstance(event, BlockStored))
         assert stored.lora_name == "sql"
-    engine.scheduler.shutdown()
 
 
 def test_memory_of_its_own_has_the_hashes_of_vllm(address: str, tmp_path: Path) -> None:

@@ -117,11 +117,9 @@ def test_hints_of_a_request_change_nothing(address: str, tmp_path: Path) -> None
     driver.add("without", [1] * 40, 9)
     driver.finish()
     assert {name: len(tokens) for name, tokens in driver.generated.items()} == {"with": 9, "without": 9}
-    scheduler.shutdown()
 
 
 def test_usage_is_reported_before_the_first_step(address: str, tmp_path: Path) -> None:
     attached = Setup(additional_config={"kvpool": {"address": address, "pool": "usage"}})
     scheduler = make_scheduler(Scheduler, attached, tmp_path)
     assert scheduler.kv_cache_manager.usage == 0
-    scheduler.shutdown()

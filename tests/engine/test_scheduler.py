@@ -133,7 +133,6 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
         driver.step()
         assert session.sequence <= before + max_messages
     assert not driver.is_idle
-    driver.scheduler.shutdown()
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
@@ -153,7 +152,6 @@ def test_a_round_with_images_is_a_message_at_most(address: str, tmp_path: Path, 
         num_encoded.append(sum(map(len, step["encoded"].values())))
         assert session.sequence <= before + 1
     assert sum(map(bool, num_encoded)) > 10
-    driver.scheduler.shutdown()
 
 
 def test_the_scheduler_continues_while_the_service_answers(
@@ -179,7 +177,6 @@ def test_the_scheduler_continues_while_the_service_answers(
         driver.step()
         rounds.append(list(calls))
     assert ["begin", *["allocate_slots"] * setup.max_num_seqs, "settle"] in rounds
-    driver.scheduler.shutdown()
 
 
 def test_blocks_that_are_read_too_early_end_the_engine(
@@ -194,7 +191,6 @@ def test_blocks_that_are_read_too_early_end_the_engine(
     steps = (driver.step() for _ in range(16))
     with pytest.raises(RuntimeError, match="before the answer of the round"):
         list(steps)
-    driver.scheduler.shutdown()
 
 
 def test_a_round_with_a_refused_grant_restarts(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +217,6 @@ def test_a_round_with_a_refused_grant_restarts(address: str, tmp_path: Path, mon
     assert [served.step() for _ in steps] == steps
     assert served.is_idle
     assert num_begun > len(steps)
-    served.scheduler.shutdown()
 
 
 def test_the_scheduler_class_follows_the_configuration(address: str, tmp_path: Path) -> None:
@@ -233,4 +228,3 @@ def test_the_scheduler_class_follows_the_configuration(address: str, tmp_path: P
     ahead = make_scheduler(Scheduler, replace(setup, is_async=True, additional_config=attached), tmp_path)
     assert type(ahead) is AsyncScheduler
     assert isinstance(ahead, PlainAsync)
-    ahead.shutdown()

@@ -58,21 +58,17 @@ def test_engines_with_the_same_memory_share_cached_blocks(address: str, tmp_path
     held = [engine.driver.step()["new"][0][2][0] for engine in (first, second)]
     assert not set(held[0]) & set(held[1])
     assert first.scheduler.reset_prefix_cache()  # although the other holds blocks: see test_resets.py
-    for engine in (first, second):
-        engine.scheduler.shutdown()
 
 
 def test_an_engine_logs_how_warm_its_pool_is(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvpool.client.vllm")
     first = Engine(address, "warm", tmp_path, memory_id="gpu0")
     first.run("a", PROMPT)
-    engines = [first, Engine(address, "warm", tmp_path, memory_id="gpu0")]
+    Engine(address, "warm", tmp_path, memory_id="gpu0")
     attached = [vars(each)["cached_blocks"] for each in caplog.records if each.msg == "engine attached"]
     with connect(address) as client:
         assert attached == [0, client.get_pool("warm").cached_blocks]
     assert attached[1]
-    for engine in engines:
-        engine.scheduler.shutdown()
 
 
 def test_scheduled_blocks_are_hit_only_by_their_own_engine_until_they_ran(address: str, tmp_path: Path) -> None:
@@ -81,8 +77,6 @@ def test_scheduled_blocks_are_hit_only_by_their_own_engine_until_they_ran(addres
     first.driver.add("a", PROMPT, 9)
     first.scheduler.schedule()  # its output is not there
     assert second.run("b", PROMPT) == 0
-    for engine in (first, second):
-        engine.scheduler.shutdown()
 
 
 def test_separate_pools_on_one_server_are_independent(address: str, tmp_path: Path) -> None:
@@ -90,24 +84,20 @@ def test_separate_pools_on_one_server_are_independent(address: str, tmp_path: Pa
     assert [engine.run("a", PROMPT) for engine in engines] == [0, 0]
     with connect(address) as client:
         assert [client.get_pool(f"own.{i}").sessions for i in range(2)] == [1, 1]
-    for engine in engines:
-        engine.scheduler.shutdown()
 
 
 def test_another_layout_is_refused_with_the_differing_field(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "layout", tmp_path, memory_id="gpu0")
+    Engine(address, "layout", tmp_path, memory_id="gpu0")
     with pytest.raises(WrongStateError, match="num_blocks"):
         Engine(address, "layout", tmp_path, replace(SETUP, num_blocks=65), memory_id="gpu0")
     with pytest.raises(WrongStateError, match="groups"):
         Engine(address, "layout", tmp_path, replace(SETUP, windows=(64,)), memory_id="gpu0")
-    first.scheduler.shutdown()
 
 
 def test_memory_that_differs_is_refused_while_an_engine_lives(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "memory", tmp_path)
+    Engine(address, "memory", tmp_path)
     with pytest.raises(UnavailableError, match="memory"):
         until_answered(lambda: Engine(address, "memory", tmp_path, deadline_seconds=1.0))
-    first.scheduler.shutdown()
 
 
 class _Ahead(Engine):
@@ -166,8 +156,6 @@ def test_engines_use_no_block_of_a_step_of_the_other_in_flight(
     assert pool.free_blocks == 25
     assert pool.preemptions
     assert pool.prefix_cache.shared_hits_tokens
-    for engine in engines:
-        engine.scheduler.shutdown()
 
 
 class _Loading(Engine):
@@ -269,7 +257,6 @@ def test_a_round_zeroes_no_block_that_it_has_freed(address: str, tmp_path: Path)
             num_freed += len(scheduled.preempted_req_ids or ())
             engine.driver.settle()
     assert num_freed
-    engine.scheduler.shutdown()
 
 
 def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: Path) -> None:
@@ -283,7 +270,6 @@ def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: P
         assert (before.cached_blocks, after.cached_blocks) == (7, 0)
         assert after.epoch > before.epoch
     assert second.run("b", PROMPT) == 0
-    second.scheduler.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -302,7 +288,6 @@ def test_the_next_engine_may_have_another_configuration(
     first.scheduler.shutdown()
     second = Engine(address, pool, tmp_path, replace(SETUP, **changes))
     assert [second.run(name, PROMPT) for name in "bc"] == [0, 96]
-    second.scheduler.shutdown()
 
 
 def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
@@ -329,6 +314,7 @@ def test_a_killed_service_ends_no_request(tmp_path: Path, *, keeps_journal: bool
         plain.finish()
         assert engine.driver.generated == plain.generated
         assert all(mine == theirs for mine, theirs in steps)
+        engine.scheduler.shutdown()
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -384,7 +370,6 @@ def test_the_error_of_an_engine_that_ends_names_the_remedy_for_its_cause(
     assert "restart the engine" in notes
     assert remedy in notes
     assert ("journal" in notes) == (error.reason in {"SESSION_NOT_FOUND", "JOURNAL_DROPPED"})
-    engine.scheduler.shutdown()
 
 
 def test_a_step_whose_answer_outlasted_the_lease_runs_while_the_session_is_open(
@@ -399,4 +384,3 @@ def test_a_step_whose_answer_outlasted_the_lease_runs_while_the_session_is_open(
     with pytest.raises(AbortedError, match="an operator ended the session") as raised:
         engine.run_all()
     assert "restart the engine" in raised.value.__notes__[0]
-    engine.scheduler.shutdown()
