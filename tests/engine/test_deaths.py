@@ -120,35 +120,6 @@ def test_a_killed_engine_leaves_its_blocks_and_nothing_cached_to_the_next(
     assert (left.sessions, left.requests, left.free_blocks) == (0, 0, ENGINE.num_blocks - 1)
 
 
-def test_an_engine_continues_with_a_restarted_service(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
-    """Killed between two steps; before a step that then has to wait; and while the engine steps."""
-    with (
-        service(tmp_path, "--journal", str(tmp_path / "journal")) as server,
-        followed(scripts.pooled(server.address, EARLY, LATER, LATE), tmp_path / "engine") as engine,
-    ):
-        engine.read_until_it_pauses()
-        begun = _pool(server.address)
-        server.restart()
-        engine.go_on()
-
-        engine.read_until_it_pauses()
-        server.kill()
-        engine.go_on()
-        server.restart()
-
-        engine.read_steps(SOME_STEPS)
-        server.restart()
-        engine.read_until_it_pauses()
-        assert engine.num_steps == LATE
-        engine.go_on()
-
-        assert engine.end() == 0, engine.log
-        ended = _pool(server.address)
-    assert engine.answers == plain.answers
-    assert any(answer["num_cached_tokens"] for answer in engine.answers.values())
-    assert (ended.epoch, ended.sessions, ended.free_blocks) == (begun.epoch, 0, ENGINE.num_blocks - 1)
-
-
 @needs_etcd
 def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
     """The primary is killed between two steps, hands over while the engine steps, and is paused."""

@@ -71,21 +71,6 @@ def test_an_engine_logs_how_warm_its_pool_is(address: str, tmp_path: Path, caplo
     assert attached[1]
 
 
-def test_scheduled_blocks_are_hit_only_by_their_own_engine_until_they_ran(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
-    second = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
-    first.driver.add("a", PROMPT, 9)
-    first.scheduler.schedule()  # its output is not there
-    assert second.run("b", PROMPT) == 0
-
-
-def test_separate_pools_on_one_server_are_independent(address: str, tmp_path: Path) -> None:
-    engines = [Engine(address, f"own.{i}", tmp_path) for i in range(2)]
-    assert [engine.run("a", PROMPT) for engine in engines] == [0, 0]
-    with connect(address) as client:
-        assert [client.get_pool(f"own.{i}").sessions for i in range(2)] == [1, 1]
-
-
 def test_another_layout_is_refused_with_the_differing_field(address: str, tmp_path: Path) -> None:
     Engine(address, "layout", tmp_path, memory_id="gpu0")
     with pytest.raises(WrongStateError, match="num_blocks"):
@@ -257,19 +242,6 @@ def test_a_round_zeroes_no_block_that_it_has_freed(address: str, tmp_path: Path)
             num_freed += len(scheduled.preempted_req_ids or ())
             engine.driver.settle()
     assert num_freed
-
-
-def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "next", tmp_path)
-    first.run("a", PROMPT)
-    first.scheduler.shutdown()
-    with connect(address) as client:
-        before = client.get_pool("next")
-        second = Engine(address, "next", tmp_path)
-        after = client.get_pool("next")
-        assert (before.cached_blocks, after.cached_blocks) == (7, 0)
-        assert after.epoch > before.epoch
-    assert second.run("b", PROMPT) == 0
 
 
 @pytest.mark.parametrize(
