@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from support.compose import Failure, Stack
+from support.compose import Failure, Inject, Stack
 
 _FAILURES = pytest.StashKey[list[Failure]]()
 
@@ -15,9 +15,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture
-def failures(request: pytest.FixtureRequest) -> list[Failure]:
-    """List to which a test appends each failure when it injects it."""
-    return request.config.stash[_FAILURES]
+def inject(request: pytest.FixtureRequest) -> Inject:
+    """Notes a failure that a test is about to inject."""
+
+    def begin(what: str) -> Failure:
+        request.config.stash[_FAILURES].append(Failure(what))
+        return request.config.stash[_FAILURES][-1]
+
+    return begin
 
 
 @pytest.fixture(scope="session")

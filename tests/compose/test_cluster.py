@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from support.compose import PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
+from support.compose import PROJECT, SCHEDULERS, Inject, Stack, docker, eventually
 
 pytestmark = pytest.mark.complete
 
@@ -51,7 +51,7 @@ def in_shard(stack: Stack, expression: str, value: float) -> None:
 
 
 def test_a_session_goes_on_when_the_primary_is_killed(
-    cluster: Stack, stepper: "subprocess.Popen[str]", failures: list[Failure]
+    cluster: Stack, stepper: "subprocess.Popen[str]", inject: Inject
 ) -> None:
     assert stepper.stdout
     assert stepper.stdin
@@ -64,8 +64,7 @@ def test_a_session_goes_on_when_the_primary_is_killed(
     (standby,) = set(SERVERS) - {primary}
 
     opened = [cluster.logs(scheduler).count("a session on pool") for scheduler in SCHEDULERS]
-    failure = Failure("primary of a shard killed, started again")
-    failures.append(failure)
+    failure = inject("primary of a shard killed, started again")
     docker("kill", cluster.container(primary))
     in_shard(cluster, f'kvpool_shard_role{{role="primary",instance="{standby}:9464"}}', 1)
     in_shard(cluster, f'kvpool_shard_takeovers_total{{instance="{standby}:9464"}}', 1)

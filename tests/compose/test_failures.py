@@ -3,7 +3,7 @@
 import pytest
 
 from kvpool.client import PoolState, RankState
-from support.compose import POOL, PROJECT, SCHEDULERS, Failure, Stack, docker, eventually
+from support.compose import POOL, PROJECT, SCHEDULERS, Inject, Stack, docker, eventually
 
 ENDED = f'kvpool_sessions_ended_total{{pool="{POOL}",reason="%s"}}'
 RANKS = f'kvpool_ranks{{pool="{POOL}",state=~"silent|lost"}}'
@@ -13,15 +13,12 @@ def missing_ranks(stack: Stack) -> float:
     return stack.prometheus.value(f"sum({RANKS})") or 0.0
 
 
-def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
-    stack: Stack, failures: list[Failure]
-) -> None:
+def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(stack: Stack, inject: Inject) -> None:
     epoch = stack.wait_ready().epoch
     stack.wait_scraped()
     suspended = stack.prometheus.value("kvpool_pool_suspensions_total") or 0.0
     ended = stack.prometheus.value(ENDED % "epoch_passed") or 0.0
-    failure = Failure("worker-1 killed, started again")
-    failures.append(failure)
+    failure = inject("worker-1 killed, started again")
     stack.compose("kill", "worker-1")
     pool = stack.wait_state(PoolState.POOL_STATE_DEGRADED)
     failure.noticed()
@@ -40,11 +37,10 @@ def test_a_killed_worker_suspends_the_pool_and_its_successor_begins_a_new_epoch(
 
 
 @pytest.mark.complete
-def test_a_missing_worker_fires_the_alert(stack: Stack, failures: list[Failure]) -> None:
+def test_a_missing_worker_fires_the_alert(stack: Stack, inject: Inject) -> None:
     """Schedulers may have reached their deadline by then, and closed their sessions."""
     stack.wait_ready()
-    failure = Failure("worker-1 killed, started again after the alert")
-    failures.append(failure)
+    failure = inject("worker-1 killed, started again after the alert")
     stack.compose("kill", "worker-1")
     eventually("the alert", lambda: stack.prometheus.alert_states().get("KvpoolRankLost") == "firing")
     failure.noticed()
@@ -58,13 +54,12 @@ def test_a_missing_worker_fires_the_alert(stack: Stack, failures: list[Failure])
 
 
 @pytest.mark.complete
-def test_a_worker_disconnected_within_the_grace_time_costs_nothing(stack: Stack, failures: list[Failure]) -> None:
+def test_a_worker_disconnected_within_the_grace_time_costs_nothing(stack: Stack, inject: Inject) -> None:
     before = stack.wait_ready()
     stack.wait_scraped()
     opened = stack.prometheus.value("kvpool_sessions_opened_total")
     worker, network = stack.container("worker-1"), f"{PROJECT}_default"
-    failure = Failure("worker-1 cut off by docker network disconnect")
-    failures.append(failure)
+    failure = inject("worker-1 cut off by docker network disconnect")
     docker("network", "disconnect", network, worker)
     pool = stack.wait_state(PoolState.POOL_STATE_DEGRADED)
     failure.noticed()
@@ -85,13 +80,12 @@ def test_a_worker_disconnected_within_the_grace_time_costs_nothing(stack: Stack,
 
 
 @pytest.mark.complete
-def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, failures: list[Failure]) -> None:
+def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, inject: Inject) -> None:
     stack.compose("stop", "scheduler-1")
     eventually("blocks in use", lambda: (pool := stack.pool()).sessions == 1 and pool.usage > 0)
     stack.wait_scraped()
     expired = stack.prometheus.value(ENDED % "lease_expired") or 0.0
-    failure = Failure("scheduler-0 killed while it held all that was in use")
-    failures.append(failure)
+    failure = inject("scheduler-0 killed while it held all that was in use")
     stack.compose("kill", "scheduler-0")
     failure.repaired()
     pool = eventually("all blocks free", lambda: pool if not (pool := stack.pool()).usage else None)
@@ -107,11 +101,10 @@ def test_blocks_of_a_killed_scheduler_are_free_after_its_lease(stack: Stack, fai
 
 
 @pytest.mark.complete
-def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, failures: list[Failure]) -> None:
+def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, inject: Inject) -> None:
     epochs = [stack.wait_ready().epoch]
     for service in ("server", "worker-0", "worker-1", *SCHEDULERS):
-        failure = Failure(f"rolling restart: {service}")
-        failures.append(failure)
+        failure = inject(f"rolling restart: {service}")
         before = stack.container(service)
         stack.compose("up", "-d", "--no-build", "--no-deps", "--force-recreate", service)
         assert stack.container(service) != before
@@ -128,10 +121,9 @@ def test_a_rolling_restart_of_all_ends_in_a_ready_pool(stack: Stack, failures: l
     stack.assert_no_block_lost()
 
 
-def test_a_killed_server_recovers_its_state(stack: Stack, failures: list[Failure]) -> None:
+def test_a_killed_server_recovers_its_state(stack: Stack, inject: Inject) -> None:
     before = stack.wait_played_on()
-    failure = Failure("server killed, started again")
-    failures.append(failure)
+    failure = inject("server killed, started again")
     stack.compose("kill", "server")
     eventually("Prometheus to miss it", lambda: stack.prometheus.value('up{job="kvpool-server"}') == 0)
     failure.noticed()

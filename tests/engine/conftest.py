@@ -1,6 +1,7 @@
 """What stands before tests of vLLM: its import, where it is there, and the service that engines are attached to."""
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
@@ -32,7 +33,6 @@ _ORDER = (
     "test_serving_lent",
     "test_plugin",
     "test_scheduler",
-    "test_weights",
     "test_sharing",
 )
 """First what shows within a minute that vLLM has changed. Then files that take long, the longest first, so that all
@@ -63,6 +63,30 @@ def address() -> Iterator[str]:
     """Where a service listens that all tests of the session share."""
     with TemporaryDirectory() as folder, service(Path(folder), "--max-pools", "4096") as started:
         yield started.address
+
+
+@pytest.fixture(autouse=True)
+def sessions_end() -> Iterator[None]:
+    """Ends the sessions of the schedulers that a test has made."""
+    yield
+    if driving := sys.modules.get("engine.driving"):
+        driving.end_sessions()
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """Of the tests of a file."""
+    with TemporaryDirectory() as path:  # shorter than tmp_path: the address of a socket is limited
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def starts() -> Iterator[object]:
+    """Starts `vllm serve` for the tests of a file."""
+    from engine.vllm_serve import serving  # noqa: PLC0415 - needs what vLLM needs
+
+    with serving() as started:
+        yield started
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -108,6 +108,9 @@ def _known(kind: Any, **values: Any) -> Any:
     return kind(**{name: value for name, value in values.items() if name in names})
 
 
+_schedulers: list[Any] = []
+
+
 def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
     """Makes a scheduler of a class, with the groups of a setup."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -171,7 +174,16 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
     if setup.encoder_budget:  # which vLLM derives from models that take images
         scheduler.max_num_encoder_input_tokens = setup.encoder_budget
         scheduler.encoder_cache_manager = EncoderCacheManager(setup.encoder_budget)
+    _schedulers.append(scheduler)
     return scheduler
+
+
+def end_sessions() -> None:
+    """Ends those of the schedulers that were made since the last call, if they have any."""
+    while _schedulers:
+        scheduler = _schedulers.pop()
+        if hasattr(scheduler, "_is_shut_down") and not scheduler._is_shut_down.is_set():
+            scheduler.shutdown()
 
 
 def _block_sizes(setup: Setup) -> dict[str, int]:

@@ -41,16 +41,16 @@ def _num_changed(worker: Any, before: list[torch.Tensor]) -> int:
     return sum(int((one != other).sum()) for one, other in zip(before, _blocks(worker), strict=True))
 
 
-def run(llm: dict[str, Any], *, has_dummies: bool) -> dict[str, Any]:
+def run(specification: dict[str, Any]) -> dict[str, Any]:
     """Runs a request, with dummy batches in between."""
-    engine = start_engine(llm)
+    engine = start_engine(specification["llm"])
     executor = engine.engine_core.engine_core.model_executor
     worker = executor.driver_worker.worker
     add_request(engine, "a", 0, Request(PROMPT, 40))
     for _ in range(_NUM_STEPS):
         engine.step()
     changed = []
-    for act in [executor.execute_dummy_batch] * _NUM_DUMMIES * has_dummies + [engine.step]:
+    for act in [executor.execute_dummy_batch] * _NUM_DUMMIES * specification["has_dummies"] + [engine.step]:
         before = _blocks(worker)
         act()
         changed.append(_num_changed(worker, before))
@@ -61,5 +61,4 @@ def run(llm: dict[str, Any], *, has_dummies: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    given = json.loads(Path(sys.argv[1]).read_text())
-    Path(sys.argv[2]).write_text(json.dumps(run(given["llm"], has_dummies=given["has_dummies"])))
+    Path(sys.argv[2]).write_text(json.dumps(run(json.loads(Path(sys.argv[1]).read_text()))))

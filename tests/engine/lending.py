@@ -2,6 +2,8 @@
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.v1 import lending_pb2
 from kvpool.wire.pools import config_from_proto
 from support.fake_lender import FakeLender
+from support.logging_process import LoggingProcess
+from support.processes import KVPOOL
 
 AVAILABLE_BYTES = 2**30
 
@@ -65,3 +69,29 @@ def attached_to(service: str, pool: str, memory: str) -> dict[str, Any]:
     """
     given = {"address": service, "pool": PoolName(pool), "memory": memory, "weights_version": "drawn"}
     return {"additional_config": {"kvpool": given}}
+
+
+def start_lender(
+    service: str, pool: str, memory: str, rank: int = 0, world_size: int = 1, *flags: str
+) -> LoggingProcess:
+    """Starts a `kvpool worker` that lends the memory of a rank at an address; returns when it does."""
+    options = ("--pool", pool, "--rank", str(rank), "--world-size", str(world_size), "--device", "cpu")
+    memory = memory.replace("{rank}", str(rank))
+    lender = LoggingProcess(
+        KVPOOL, "worker", "--server", service, *options, "--memory", "1GiB", "--lend", memory, *flags
+    )
+    lender.wait_for("lending")
+    return lender
+
+
+@contextmanager
+def lenders(service: str, pool: str, memory: str, world_size: int = 1) -> Iterator[None]:
+    """Runs the lender of each rank; fails if one does not stop cleanly."""
+    with ExitStack() as stack:
+        for rank in range(world_size):
+            stack.callback(_stop, start_lender(service, pool, memory, rank, world_size))
+        yield
+
+
+def _stop(lender: LoggingProcess) -> None:
+    assert lender.stop() == 0, lender.log

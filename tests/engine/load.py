@@ -51,7 +51,6 @@ def tokens(answers: Mapping[str, Answer]) -> dict[str, list[int]]:
 def of_vllm_alone(place: Site, options: Mapping[str, object], loads: Sequence[Load]) -> dict[str, list[int]]:
     """Tokens that vLLM generates without kvpool, in memory that suffices for all requests."""
     engine = place.engine(is_attached=False, num_blocks=600, options=options)
-    engine.wait_ready()
     answers = {name: answer for load in loads for name, answer in load.ask(engine).items()}
     engine.wait(*answers.values())
     engine.stop()

@@ -106,9 +106,7 @@ def all_tokens(answers: Sequence[Answer]) -> list[list[int]]:
 
 def plain_answers(place: Site, num_blocks: int, count: int = 1) -> list[Answer]:
     """What vLLM alone answers, in one or several engines with memory of their own."""
-    engines = [place.engine(is_attached=False, num_blocks=num_blocks) for _ in range(count)]
-    for engine in engines:
-        engine.wait_ready()
+    engines = place.engines(count, is_attached=False, num_blocks=num_blocks)
     answers = Chats().run(engines)
     for engine in engines:
         engine.stop()
@@ -119,13 +117,8 @@ def chats(place: Site, client: Client) -> dict[str, Any]:
     """Two engines on one memory, beside one engine with all of it, and two with half of it each."""
     alone = plain_answers(place, NUM_BLOCKS)
     halves = plain_answers(place, NUM_BLOCKS // 2, 2)
-    engines = [place.engine() for _ in range(2)]
-    for engine in engines:
-        engine.wait_ready()
-    shared = Chats().run(engines)
+    shared = Chats().run(place.engines(2))
     across = client.get_pool(place.pool).prefix_cache.shared_hits_tokens
-    for engine in engines:
-        engine.stop()
     assert all_tokens(shared) == all_tokens(alone) == all_tokens(halves), "a token differs"
     return {
         "two engines on one memory": {**summary(shared), "hits_of_the_other_engine": across},
@@ -188,20 +181,14 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     draw = random.Random(2)
     systems = [tokens(draw, 640) for _ in range(4)]
     prompts = [systems[i % 4] + tokens(draw, draw.randint(1, 60)) for i in range(12)]
-    plain = place.engine(is_attached=False)
-    plain.wait_ready()
-    expected = [plain.ask(f"{i}", prompt, 60) for i, prompt in enumerate(prompts)]
-    plain.wait(*expected)
-    plain.stop()
+    expected = place.of_vllm_alone(prompts, 60)
     free: dict[str, list[float]] = {}
     engine = place.engine()
-    engine.wait_ready()
     for i, prompt in enumerate(prompts):
         engine.wait(engine.ask(f"w{i}", prompt, 60))
     total = client.get_pool(place.pool).free_blocks
     for turn in range(count):
-        following = place.engine()
-        following.wait_ready()
+        (following,) = place.engines(1)
         before = engine.num_steps
         for i, prompt in enumerate(prompts):
             engine.ask(f"{turn}-{i}", prompt, 60)
@@ -222,7 +209,6 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
         place, [*prompts, *([*p, *e.tokens] for p, e in zip(prompts, expected, strict=True))]
     )
     assert not wrong, f"blocks with wrong contents: {wrong}"
-    engine.stop()
     return {
         "kills": count,
         **{name: percentiles(seconds) for name, seconds in free.items()},
@@ -240,7 +226,6 @@ def restarts(place: Site, _: Client, count: int) -> dict[str, Any]:
     known = tokens(draw, CACHED_TOKENS)
     options = {"hf_overrides": LARGER_MODEL, "max_model_len": 2048, "max_num_batched_tokens": 2048}
     engine = place.engine(options=options)
-    engine.wait_ready()
     engine.wait(engine.ask("known", known, 1))
     first: dict[str, list[float]] = {"vLLM alone, computed": [], "kvpool, computed": [], "kvpool, cached": []}
     for kind in [kind for _ in range(count) for kind in draw.sample(sorted(first), len(first))]:
@@ -248,7 +233,6 @@ def restarts(place: Site, _: Client, count: int) -> dict[str, Any]:
         engine.wait_for_steps(engine.num_steps + draw.randint(1, 20))
         engine.kill()
         engine = place.engine(is_attached=kind.startswith("kvpool"), options=options)
-        engine.wait_ready()
         engine.wait(engine.ask("not counted", tokens(draw, CACHED_TOKENS + NEW_TOKENS), 1))
         head = known if kind.endswith("cached") else tokens(draw, CACHED_TOKENS)
         answer = engine.ask("measured", head + tokens(draw, NEW_TOKENS), 1)
@@ -256,7 +240,6 @@ def restarts(place: Site, _: Client, count: int) -> dict[str, Any]:
         cached = len(known) if head is known else 0
         assert answer.cached_tokens == cached, f"{answer.cached_tokens} tokens were cached"
         first[kind].append(answer.first_seconds)
-    engine.stop()
     return {"engines of each kind": count, **{kind: deciles(seconds) for kind, seconds in first.items()}}
 
 
@@ -324,13 +307,11 @@ def compare_blocks(place: Site, prompts: Sequence[Sequence[int]]) -> tuple[list[
     """Compares each cached block with what another engine computes for the same tokens, in memory of another pool."""
     with site(place.service, place.num_blocks, pool="recomputed") as other:
         engine = other.engine()
-        engine.wait_ready()
         engine.wait(*[engine.ask(f"{i}", prompt, 1) for i, prompt in enumerate(prompts)])
         own, fresh = cached_blocks(place.service, place.pool), cached_blocks(place.service, other.pool)
         ours, theirs = memory_of(place, place.pool), memory_of(other, other.pool)
         both = sorted(own.keys() & fresh.keys())
         wrong = [own[key] for key in both if not torch.allclose(ours[:, own[key]], theirs[:, fresh[key]], atol=1e-3)]
-        engine.stop()
     return wrong, len(both)
 
 
@@ -338,7 +319,6 @@ def upgrade(place: Site) -> dict[str, Any]:
     """Moves the traffic from one engine to another under load; compares with one engine that serves it all."""
     alone = plain_answers(place, NUM_BLOCKS)
     blue = place.engine()
-    blue.wait_ready()
     engines = [blue]
     green: list[ServedEngine] = []
 
@@ -352,7 +332,6 @@ def upgrade(place: Site) -> dict[str, Any]:
             blue.stop()
 
     answers = Chats().run(engines, after_wave)
-    green[0].stop()
     assert all(each.is_finished for each in answers), "a request failed"
     assert all_tokens(answers) == all_tokens(alone), "a token differs"
     assert summary(answers) == summary(alone), "something was computed again"
@@ -363,11 +342,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     """Stops an engine for longer than its lease, and kills the lender."""
     draw = random.Random(3)
     prompts = [tokens(draw, 200) for _ in range(8)]
-    plain = place.engine(is_attached=False)
-    plain.wait_ready()
-    expected = [plain.ask(f"{i}", prompt, 100) for i, prompt in enumerate(prompts)]
-    plain.wait(*expected)
-    plain.stop()
+    expected = place.of_vllm_alone(prompts, 100)
     stopped, other = place.engine(lease_seconds=2.0), place.engine()
     for engine in (stopped, other):
         engine.wait_ready()
@@ -393,8 +368,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     epoch = client.get_pool(place.pool).epoch
     before_kill = [other.ask(f"k{i}", prompt, 100) for i, prompt in enumerate(prompts)]
     other.wait_for_steps(other.num_steps + 20)
-    place.lender.signal(signal.SIGKILL)
-    place.lender.end()
+    place.lender.kill()
     place.lender = place.start_lender()
     other.wait(*before_kill)
     assert all_tokens(before_kill) == all_tokens(expected), "a token differs"
@@ -403,33 +377,24 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     other.wait(*again)
     assert all_tokens(again) == all_tokens(expected), "a token differs"
     assert all(each.cached_tokens for each in again), "the cache outlives the lender"
-    other.stop()
     return {"blocks in quarantine": held, "epoch": epoch}
-
-
-def resident_shared_mib(engine: ServedEngine) -> float:
-    status = Path(f"/proc/{engine.process.pid}/status").read_text()
-    (line,) = (each for each in status.splitlines() if each.startswith("RssShmem"))
-    return int(line.split()[1]) / 1024
 
 
 def sleeps(place: Site, client: Client) -> dict[str, Any]:
     """An engine sleeps 30 times while another serves chats, which hit what the first has cached."""
     draw = random.Random(4)
     prompts = [tokens(draw, 640) for _ in range(4)]
-    sleeper, other = place.engine(), place.engine()
-    for engine in (sleeper, other):
-        engine.wait_ready()
+    sleeper, other = place.engines(2)
     expected = [sleeper.ask(f"{i}", prompt, 16) for i, prompt in enumerate(prompts)]
     sleeper.wait(*expected)
-    awake_mib = resident_shared_mib(sleeper)
+    awake_mib = sleeper.resident_shared_mib
     asleep_mib: list[float] = []
     seconds: dict[str, list[float]] = {"sleep": [], "wake_up": []}
     first: list[float] = []
     for turn in range(30):
         running = [other.ask(f"r{turn}-{i}", prompt + tokens(draw, 20), 60) for i, prompt in enumerate(prompts)]
         seconds["sleep"].append(sleeper.call("sleep", 1))
-        asleep_mib.append(resident_shared_mib(sleeper))
+        asleep_mib.append(sleeper.resident_shared_mib)
         other.wait(*running)
         assert all(each.cached_tokens == 640 for each in running), "the prefixes of the engine that sleeps are cached"
         running = [other.ask(f"s{turn}-{i}", tokens(draw, 400), 60) for i in range(4)]
@@ -441,8 +406,6 @@ def sleeps(place: Site, client: Client) -> dict[str, Any]:
         assert all(each.cached_tokens == 640 - BLOCK_TOKENS for each in answers), "the cache is still there"
         other.wait(*running)
     assert client.get_pool(place.pool).free_blocks == NUM_BLOCKS - 1
-    for engine in (sleeper, other):
-        engine.stop()
     return {
         **{name: percentiles(found) for name, found in seconds.items()},
         "first token after waking": percentiles(first),

@@ -1,17 +1,17 @@
 """Two engines that differ in nothing but their scheduler: vLLM's own, and kvpool's on a real service."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from engine.forks import DEADLINE_SECONDS, start
+from engine.forks import Program, run_program
 from engine.models import write_model
 from engine.results import Outcome, Results, Specification
 from engine.workloads import BLOCK_TOKENS, LONGEST_TOKENS
 
 SCHEDULER = "kvpool.client.vllm.Scheduler"
 POOLED_SCHEDULER = "kvpool.client.vllm.scheduler.Scheduler"
+PROGRAM = "engine.run_engine"
 PLAIN_SCHEDULER = "vllm.v1.core.sched.scheduler.Scheduler"
 
 
@@ -22,7 +22,6 @@ class Engine:
     Attributes:
         model: config.json.
         num_blocks: Of the pool.
-        groups: The kinds of KV cache that it has.
         workloads: Their names, in the order in which they run.
         options: More arguments of `vllm.LLM`.
         is_complete: Whether only `--depth all` starts it.
@@ -30,7 +29,6 @@ class Engine:
 
     model: Mapping[str, object]
     num_blocks: int
-    groups: frozenset[str]
     workloads: tuple[str, ...]
     options: Mapping[str, object] = field(default_factory=dict)
     is_complete: bool = False
@@ -90,46 +88,21 @@ def run_pair(engine: Engine, attached: Mapping[str, object], folder: Path) -> Pa
     folder.mkdir()
     write_model(engine.model, folder / "model")
     specification = engine.specification(folder / "model")
-    plain = _Process(specification, folder / "plain")
-    pooled = _Process({**specification, "llm": {**specification["llm"], **attached}}, folder / "pooled")
-    try:
+    with (
+        Program(PROGRAM, specification, folder / "plain") as plain,
+        Program(PROGRAM, _attached(specification, attached), folder / "pooled") as pooled,
+    ):
         return Pair(plain.results(), pooled.results())
-    finally:
-        plain.end()
-        pooled.end()
 
 
 def run_engine(engine: Engine, attached: Mapping[str, object], folder: Path) -> Results:
     """Runs one engine; `attached` is what it is given in addition."""
-    folder.mkdir()
     model = folder.with_name("model")  # of the same name for engines that are to share memory
     if not model.exists():
         write_model(engine.model, model)
-    specification = engine.specification(model)
-    process = _Process({**specification, "llm": {**specification["llm"], **attached}}, folder / "engine")
-    try:
-        return process.results()
-    finally:
-        process.end()
+    results: Results = run_program(PROGRAM, _attached(engine.specification(model), attached), folder)
+    return results
 
 
-class _Process:
-    """An engine at work; what it says goes to a file."""
-
-    def __init__(self, specification: Specification, folder: Path) -> None:
-        folder.mkdir()
-        self._results = folder / "results.json"
-        self._log = folder / "log"
-        (folder / "specification.json").write_text(json.dumps(specification))
-        self._process = start(
-            "engine.run_engine", str(folder / "specification.json"), str(self._results), log=self._log
-        )
-
-    def results(self) -> Results:
-        assert self._process.wait(DEADLINE_SECONDS) == 0, self._log.read_text()
-        results: Results = json.loads(self._results.read_text())
-        return results
-
-    def end(self) -> None:
-        self._process.kill()
-        self._process.wait()
+def _attached(specification: Specification, attached: Mapping[str, object]) -> Specification:
+    return {**specification, "llm": {**specification["llm"], **attached}}

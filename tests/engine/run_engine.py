@@ -119,10 +119,5 @@ def run(specification: Specification) -> Results:
     }
 
 
-def main(specification: Path, results: Path) -> None:
-    """Reads one file and writes the other."""
-    results.write_text(json.dumps(run(json.loads(specification.read_text()))))
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    Path(sys.argv[2]).write_text(json.dumps(run(json.loads(Path(sys.argv[1]).read_text()))))

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from engine.forks import start
-from engine.lending import attached_to
+from engine.lending import attached_to, start_lender
 from engine.models import LLAMA, write_model
 from support.logging_process import LoggingProcess
 from support.processes import PIPE
@@ -78,7 +77,8 @@ class ServedEngine:
         self._wait_until(lambda: self._is_ready, START_SECONDS)
 
     def ask(self, name: str, prompt: Sequence[int], max_tokens: int, ends: Sequence[int] = ()) -> Answer:
-        """Sends a request, which ends at a token of `ends`."""
+        """Sends a request when the engine is ready; the request ends at a token of `ends`."""
+        self.wait_ready()
         answer = self.answers[name] = Answer(prompt, time.monotonic())
         self._send(name, list(prompt), max_tokens, list(ends))
         return answer
@@ -129,6 +129,13 @@ class ServedEngine:
         self.process.wait(ANSWER_SECONDS)
         return self._log.read_text()
 
+    @property
+    def resident_shared_mib(self) -> float:
+        """Shared memory that its process has mapped and touched."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        (line,) = (each for each in status.splitlines() if each.startswith("RssShmem"))
+        return int(line.split()[1]) / 1024
+
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal to all its processes."""
         with suppress(ProcessLookupError):
@@ -142,6 +149,16 @@ class ServedEngine:
         with suppress(BrokenPipeError):
             self.process.stdin.close()
         self._reader.join(ANSWER_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Ends it, if a test has not: at once after an error."""
+        if kind or self.process.poll() is not None:
+            self.kill()
+        else:
+            self.stop()
 
     def _wait_until(self, is_met: Callable[[], bool], seconds: float) -> None:
         with self._news:
@@ -201,14 +218,9 @@ class Site:
 
     def start_lender(self, rank: int = 0) -> LoggingProcess:
         """Starts the lender of a rank, at first or again."""
-        kvpool = str(Path(sys.executable).parent / "kvpool")
-        options = ("--pool", self.pool, "--rank", str(rank), "--world-size", str(self._num_ranks), "--device", "cpu")
-        lender = LoggingProcess(
-            kvpool, "worker", "--server", self.service, *options, "--memory", "1GiB",
-            "--lend", self.memory.replace("{rank}", str(rank)), "--lend-folder", str(self.memory_folder),
-        )  # fmt: skip
-        self._stack.callback(_end, lender)
-        lender.wait_for("lending")
+        flags = ("--lend-folder", str(self.memory_folder))
+        lender = start_lender(self.service, self.pool, self.memory, rank, self._num_ranks, *flags)
+        self._stack.callback(lender.stop)
         return lender
 
     @property
@@ -241,9 +253,22 @@ class Site:
             llm |= attached | dict(self.attached)
         llm |= options
         self._num_engines += 1
-        engine = ServedEngine(llm, self._folder / f"engine-{self._num_engines}")
-        self._stack.callback(engine.kill)
-        return engine
+        return self._stack.enter_context(ServedEngine(llm, self._folder / f"engine-{self._num_engines}"))
+
+    def engines(self, count: int, **options: Any) -> list[ServedEngine]:
+        """Starts several that are alike, see `engine`; returns when all are ready."""
+        engines = [self.engine(**options) for _ in range(count)]
+        for engine in engines:
+            engine.wait_ready()
+        return engines
+
+    def of_vllm_alone(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> list[Answer]:
+        """What vLLM answers without kvpool, in memory that suffices for all requests."""
+        engine = self.engine(is_attached=False, num_blocks=600)
+        answers = [engine.ask(f"{i}", prompt, max_tokens) for i, prompt in enumerate(prompts)]
+        engine.wait(*answers)
+        engine.stop()
+        return answers
 
 
 @contextmanager
@@ -251,9 +276,3 @@ def site(service: str, num_blocks: int, pool: str = "shared", num_ranks: int = 1
     """Runs a site on a service; ends all that it started."""
     with ExitStack() as stack:
         yield Site(stack, service, num_blocks, pool, num_ranks)
-
-
-def _end(lender: LoggingProcess) -> None:
-    if lender.process.poll() is None:
-        lender.signal(signal.SIGTERM)
-    lender.end()

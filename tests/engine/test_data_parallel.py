@@ -8,13 +8,12 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
+from engine.lending import lenders
 from engine.models import MIXTRAL
 from engine.service import service
 from engine.serving import site
 from engine.vllm_serve import LEASE_SECONDS, NUM_BLOCKS, REQUESTS, Serving, VllmServe, serving
 from kvpool.client import PoolInfo, connect
-from support.logging_process import LoggingProcess
-from support.processes import KVPOOL
 from support.waiting import wait_until
 
 
@@ -24,12 +23,6 @@ def address() -> Iterator[str]:
     lease = ("--default-lease-seconds", str(LEASE_SECONDS))
     with TemporaryDirectory() as folder, service(Path(folder), *lease) as started:
         yield started.address
-
-
-@pytest.fixture(scope="module")
-def starts() -> Iterator[Serving]:
-    with serving() as started:
-        yield started
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +39,7 @@ def environment(address: str, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyP
 
 def _start(starts: Serving, *options: str) -> VllmServe:
     """Starts one with two replicas, and waits until it serves."""
-    started = starts.start("--data-parallel-size", "2", *options)
-    started.wait_ready()
-    return started
+    return starts.start("--data-parallel-size", "2", *options)
 
 
 def _check_log(vllm: VllmServe, address: str, uses: list[str]) -> None:
@@ -82,10 +73,7 @@ def _lenders(address: str, names: Sequence[str]) -> Iterator[str]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
         for index, name in enumerate(names):
-            options = ("--rank", "0", "--device", "cpu", "--memory", "1GiB", "--lend", f"unix:{folder}/m{index}")
-            lender = LoggingProcess(KVPOOL, "worker", "--server", address, "--pool", name, *options)
-            stack.callback(lender.stop)
-            lender.wait_for("lending")
+            stack.enter_context(lenders(address, name, f"unix:{folder}/m{index}"))
         yield f"unix:{folder}/m{{dp}}"
 
 

@@ -19,7 +19,6 @@ from engine.models import LLAMA, write_model
 from engine.pairs import SCHEDULER, Engine
 from engine.results import NewTokens, Script
 from engine.service import service
-from engine.workloads import BLOCK_TOKENS
 from kvpool.client import PoolInfo, connect
 from support.etcd import EtcdCluster, needs_etcd
 from support.pair import Pair
@@ -28,7 +27,7 @@ pytestmark = [pytest.mark.complete, pytest.mark.timeout(600)]  # engines start o
 EARLY, LATER, LATE = 40, 120, 180
 """Steps before which engines pause: eight requests run; as many more, with their prefixes; the first have ended."""
 SOME_STEPS = 10
-ENGINE = Engine(LLAMA, 100, frozenset({"FullAttentionSpec"}), (), {"max_num_seqs": 16})
+ENGINE = Engine(LLAMA, 100, (), {"max_num_seqs": 16})
 POOL = "deaths"
 Answers: TypeAlias = dict[str, NewTokens]
 
@@ -45,11 +44,9 @@ class Scripts:
         llm = {**ENGINE.specification(self._model)["llm"], **options}
         return {"llm": llm, "workload": "conversations", "pauses": []}
 
-    def pooled(
-        self, address: str, *pauses: int, deadline_seconds: float = 30.0, memory_id: str = "", **options: object
-    ) -> Script:
+    def pooled(self, address: str, *pauses: int, memory_id: str = "", **options: object) -> Script:
         """For an engine on a service, which waits before some steps. With a memory id, others may share its memory."""
-        settings = {"address": address, "pool": POOL, "deadline_seconds": deadline_seconds, "memory_id": memory_id}
+        settings = {"address": address, "pool": POOL, "deadline_seconds": 30.0, "memory_id": memory_id}
         script = self.plain(scheduler_cls=SCHEDULER, additional_config={"kvpool": settings}, **options)
         return {**script, "pauses": list(pauses)}
 
@@ -81,17 +78,11 @@ def plain(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 _ERROR = re.compile(r"^(?:\[rank0\]: |\(EngineCore pid=\d+\) ERROR [^]]*\] )?((?:\w+\.)+\w+Error: .*)$", re.MULTILINE)
 """What a traceback ends with, of a process or of its engine's core."""
 NO_SESSION = "kvpool.client.NotFoundError: session_id: no such session"
-NO_SERVICE = "kvpool.client.UnavailableError: {}: nothing listens there"
 RESTART = "restart the engine"
 CORE_DIED = (
     "vllm.v1.engine.exceptions.EngineDeadError: "
     "EngineCore encountered an issue. See stack trace (above) for the root cause."
 )
-
-
-def _errors(log: str) -> list[str]:
-    errors: list[str] = _ERROR.findall(log)
-    return errors
 
 
 def _pool(address: str) -> PoolInfo:
@@ -104,13 +95,6 @@ def _assert_begins_as(expected: Answers, answers: Answers) -> None:
     for request, answer in answers.items():
         beginning = expected[request]["tokens"][: len(answer["tokens"])]
         assert (request, answer) == (request, {**expected[request], "tokens": beginning})
-
-
-def _assert_stopped_in_time(engine: FollowedEngine, plain: Plain) -> None:
-    """Its log says what to do; it put out nothing wrong, and nothing more once it had to ask."""
-    assert RESTART in engine.log
-    _assert_begins_as(plain.answers, engine.answers)
-    assert EARLY <= engine.num_steps < EARLY + BLOCK_TOKENS
 
 
 def test_a_killed_engine_leaves_its_blocks_and_nothing_cached_to_the_next(
@@ -134,37 +118,6 @@ def test_a_killed_engine_leaves_its_blocks_and_nothing_cached_to_the_next(
     assert second.answers == plain.answers
     left = _pool(address)
     assert (left.sessions, left.requests, left.free_blocks) == (0, 0, ENGINE.num_blocks - 1)
-
-
-def test_an_engine_continues_with_a_restarted_service(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
-    """Killed between two steps; before a step that then has to wait; and while the engine steps."""
-    with (
-        service(tmp_path, "--journal", str(tmp_path / "journal")) as server,
-        followed(scripts.pooled(server.address, EARLY, LATER, LATE), tmp_path / "engine") as engine,
-    ):
-        engine.read_until_it_pauses()
-        begun = _pool(server.address)
-        server.kill()
-        server.start_again()
-        engine.go_on()
-
-        engine.read_until_it_pauses()
-        server.kill()
-        engine.go_on()
-        server.start_again()
-
-        engine.read_steps(SOME_STEPS)
-        server.kill()
-        server.start_again()
-        engine.read_until_it_pauses()
-        assert engine.num_steps == LATE
-        engine.go_on()
-
-        assert engine.end() == 0, engine.log
-        ended = _pool(server.address)
-    assert engine.answers == plain.answers
-    assert any(answer["num_cached_tokens"] for answer in engine.answers.values())
-    assert (ended.epoch, ended.sessions, ended.free_blocks) == (begun.epoch, 0, ENGINE.num_blocks - 1)
 
 
 @needs_etcd
@@ -208,37 +161,6 @@ def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_
     assert (ended.epoch, ended.sessions, ended.free_blocks) == (begun.epoch, 0, ENGINE.num_blocks - 1)
 
 
-def test_an_engine_stops_with_one_error_if_its_session_is_gone(plain: Plain, scripts: Scripts, tmp_path: Path) -> None:
-    """The service comes back without a journal, and might give the engine's blocks to others."""
-    with (
-        service(tmp_path) as server,
-        followed(scripts.pooled(server.address, EARLY, memory_id="gpu0"), tmp_path / "engine") as engine,
-    ):
-        engine.read_until_it_pauses()
-        server.kill()
-        server.start_again()
-        engine.go_on()
-        assert engine.end() == 1
-    assert _errors(engine.log) == [NO_SESSION]
-    _assert_stopped_in_time(engine, plain)
-
-
-def test_an_engine_stops_with_one_error_if_its_service_stays_away(
-    plain: Plain, scripts: Scripts, tmp_path: Path
-) -> None:
-    with (
-        service(tmp_path) as server,
-        followed(scripts.pooled(server.address, EARLY, deadline_seconds=4.0), tmp_path / "engine") as engine,
-    ):
-        engine.read_until_it_pauses()
-        server.kill()
-        engine.go_on()
-        assert engine.end() == 1
-    (error,) = _errors(engine.log)
-    assert error.startswith(NO_SERVICE.format(server.address))
-    _assert_stopped_in_time(engine, plain)
-
-
 def test_a_separate_core_logs_why_it_stops_and_its_engine_reports_it(
     plain: Plain, scripts: Scripts, tmp_path: Path
 ) -> None:
@@ -253,11 +175,10 @@ def test_a_separate_core_logs_why_it_stops_and_its_engine_reports_it(
         ) as engine,
     ):
         engine.read_until_it_pauses()
-        server.kill()
-        server.start_again()
+        server.restart()
         engine.go_on()
         assert engine.end() == 1
-    errors = _errors(engine.log)
+    errors = _ERROR.findall(engine.log)
     assert errors[0] == NO_SESSION
     assert {*errors} == {NO_SESSION, CORE_DIED}
     assert errors.count(CORE_DIED) == 1

@@ -1,14 +1,12 @@
 """Dummy batches in lent memory, which engines of MoE models run while another data-parallel engine has a step."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
-from engine.forks import DEADLINE_SECONDS, start
+from engine.forks import run_program
 from engine.lending import PoolLender
 from engine.models import LFM2, MIXTRAL, write_model
 from engine.pairs import Engine
@@ -16,23 +14,10 @@ from engine.pairs import Engine
 pytestmark = pytest.mark.complete
 
 
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with TemporaryDirectory() as path:  # shorter than tmp_path: the address of a socket is limited
-        yield Path(path)
-
-
 def run(folder: Path, name: str, attached: Mapping[str, Any], *, has_dummies: bool) -> dict[str, Any]:
     """Runs an engine; see dummy_program.py."""
-    llm = {**Engine({}, 97, frozenset(), ()).specification(folder / "model")["llm"], **attached}
-    specification, results, log = (folder / f"{name}.{kind}" for kind in ("json", "results", "log"))
-    specification.write_text(json.dumps({"llm": llm, "has_dummies": has_dummies}))
-    process = start("engine.dummy_program", str(specification), str(results), log=log)
-    try:
-        assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
-    finally:
-        process.kill()
-    found: dict[str, Any] = json.loads(results.read_text())
+    llm = {**Engine({}, 97, ()).specification(folder / "model")["llm"], **attached}
+    found: dict[str, Any] = run_program("engine.dummy_program", {"llm": llm, "has_dummies": has_dummies}, folder / name)
     return found
 
 
@@ -40,6 +25,8 @@ def run(folder: Path, name: str, attached: Mapping[str, Any], *, has_dummies: bo
 def test_dummy_batches_write_to_no_block(
     model: Mapping[str, object], folder: Path, address: str, request: pytest.FixtureRequest
 ) -> None:
+    folder /= request.node.callspec.id
+    folder.mkdir()
     write_model(model, folder / "model")
     alone = run(folder, "alone", {}, has_dummies=False)
     lender = PoolLender(folder, address)

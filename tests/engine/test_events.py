@@ -120,8 +120,6 @@ def test_the_events_are_those_of_vllm(name: str, address: str, tmp_path: Path) -
     plain, served = both(setup, on_service)
     assert held(served, by_copy=False) == held(plain, by_copy=True)
     assert len(held(plain, by_copy=True)) <= 2 * len(setup.windows)
-    for driver in drivers:
-        driver.scheduler.shutdown()
 
 
 class Subscriber:
@@ -203,13 +201,12 @@ def test_a_subscriber_has_the_pools_map_whenever_it_connects(memory_id: str, add
     subscribers.append(Subscriber(endpoint))
     subscribers[1].read_until(pools_map(address, pool), 0)
     driver.scheduler.shutdown()
-    scheduler = make_scheduler(Scheduler, setup, tmp_path)
+    make_scheduler(Scheduler, setup, tmp_path)
     held = pools_map(address, pool)
     assert bool(held) == bool(memory_id)
     for each in subscribers:
         each.read_until(held, 1)
         each.close()
-    scheduler.shutdown()
 
 
 def test_a_subscriber_learns_that_the_service_has_lost_the_pool(tmp_path: Path) -> None:
@@ -221,8 +218,7 @@ def test_a_subscriber_learns_that_the_service_has_lost_the_pool(tmp_path: Path) 
         subscriber = Subscriber(endpoint)
         driver = play(Scheduler, setup, tmp_path)
         subscriber.read_until(pools_map(started.address, "events.lost"), 0)
-        started.kill()
-        started.start_again()
+        started.restart()
         subscriber.read_until(set(), 0)
         driver.add("next", [5] * 40, 4)
         driver.finish()

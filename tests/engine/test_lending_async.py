@@ -33,9 +33,7 @@ def place(address: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
 def test_two_engines_at_once_answer_as_vllm_alone(place: Site, options: dict[str, Any], count: int) -> None:
     loads = [Load(name, count) for name in "ab"]
     expected = of_vllm_alone(place, options, loads)
-    engines = [place.engine(options=options | SLOW) for _ in loads]
-    for engine in engines:
-        engine.wait_ready()
+    engines = place.engines(len(loads), options=options | SLOW)
     asked = [load.ask(engine) for load, engine in zip(loads, engines, strict=True)]
     for load, engine, answers in zip(loads, engines, asked, strict=True):
         load.abort_some(engine, answers)
@@ -50,5 +48,3 @@ def test_two_engines_at_once_answer_as_vllm_alone(place: Site, options: dict[str
         wait_until(
             lambda: client.get_pool(place.pool).free_blocks == NUM_BLOCKS - 1, "all blocks are free", WAIT_SECONDS
         )
-    for engine in engines:
-        engine.stop()

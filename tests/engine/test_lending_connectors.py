@@ -44,11 +44,7 @@ def test_what_an_engine_fails_to_load_is_not_hit_by_the_other(address: str, tmp_
             )
             for folder in folders
         ]
-        plain = place.engine(is_attached=False, num_blocks=600)
-        plain.wait_ready()
-        expected = ask(plain, "plain", prompts)
-        plain.wait(*expected)
-        plain.stop()
+        expected = place.of_vllm_alone(prompts, 20)
         for engine in engines:
             engine.wait_ready()
         for turn in range(3):
@@ -60,8 +56,6 @@ def test_what_an_engine_fails_to_load_is_not_hit_by_the_other(address: str, tmp_
                 assert [known[tuple(answer.prompt)] for answer in expected] == [answer.tokens for answer in expected]
         with connect(address) as client:
             assert client.get_pool(place.pool).prefix_cache.shared_hits_tokens
-        for engine in engines:
-            engine.stop()
     for folder in folders:
         assert (folder / "failed").stat().st_size > 5
         assert (folder / "loaded").stat().st_size > 5

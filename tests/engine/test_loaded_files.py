@@ -1,27 +1,19 @@
 """Engines one after the other on lent memory, with other weights or another LoRA in the same files each time."""
 
-import json
-import signal
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
 
 from engine.drawn_weights import write_adapter, write_weights
-from engine.forks import DEADLINE_SECONDS, start
-from engine.lending import attached_to
+from engine.forks import run_program
+from engine.lending import attached_to, lenders
 from engine.models import LLAMA, write_model
 from engine.pairs import Engine
-from support.logging_process import LoggingProcess
 
 pytestmark = pytest.mark.complete
 
-ENGINE = Engine(
-    LLAMA, 256, frozenset(), (), {"load_format": "auto", "enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
-)
+ENGINE = Engine(LLAMA, 256, (), {"load_format": "auto", "enable_lora": True, "max_lora_rank": 8, "max_loras": 2})
 
 
 class Loaded(NamedTuple):
@@ -44,35 +36,20 @@ def _run(folder: Path, name: str, attached: dict[str, Any]) -> Answers:
     """
     llm = {**ENGINE.specification(folder / "model")["llm"], **attached}
     in_place = [(f"{folder}/over" if attached else f"{folder}/{seed}", seed) for seed in IN_PLACE]
-    specification, results, log = (folder / f"{name}.{suffix}" for suffix in ("json", "results", "log"))
-    specification.write_text(json.dumps({"llm": llm, "loras": [None, (f"{folder}/sql", None), *in_place]}))
-    process = start("engine.loads_program", str(specification), str(results), log=log)
-    try:
-        assert process.wait(DEADLINE_SECONDS) == 0, log.read_text()
-    finally:
-        process.kill()
-    found: Answers = json.loads(results.read_text())
+    specification = {"llm": llm, "loras": [None, (f"{folder}/sql", None), *in_place]}
+    found: Answers = run_program("engine.loads_program", specification, folder / name)
     return found
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with TemporaryDirectory() as path:  # shorter than tmp_path: the address of a socket is limited
-        write_model(LLAMA, Path(path) / "model")
-        yield Path(path)
-
-
-@pytest.fixture(scope="module")
-def answers(folder: Path, address: str) -> Iterator[list[tuple[Answers, Answers]]]:
+def answers(folder: Path, address: str) -> list[tuple[Answers, Answers]]:
     """What each engine answered on lent memory, and vLLM alone with the same files."""
     memory = f"unix:{folder}/m"
-    options = ("--pool", "files", "--rank", "0", "--device", "cpu", "--memory", "1GiB", "--lend", memory)
-    worker = LoggingProcess(str(Path(sys.executable).parent / "kvpool"), "worker", "--server", address, *options)
+    write_model(LLAMA, folder / "model")
     attached = attached_to(address, "files", memory)
     del attached["additional_config"]["kvpool"]["weights_version"]
     found, alone, written = [], {}, Loaded(0, 0)
-    try:
-        worker.wait_for("lending")
+    with lenders(address, "files", memory):
         for number, loaded in enumerate(ENGINES):
             if loaded.weights != written.weights:
                 write_weights(folder / "model", loaded.weights)
@@ -82,10 +59,7 @@ def answers(folder: Path, address: str) -> Iterator[list[tuple[Answers, Answers]
             if loaded not in alone:
                 alone[loaded] = _run(folder, f"alone-{number}", {})
             found.append((_run(folder, f"lent-{number}", attached), alone[loaded]))
-        yield found
-    finally:
-        worker.signal(signal.SIGTERM)
-        assert worker.end() == 0, "".join(worker.lines)
+    return found
 
 
 def test_every_answer_is_that_of_vllm_alone(answers: list[tuple[Answers, Answers]]) -> None:

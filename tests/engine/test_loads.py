@@ -10,31 +10,25 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.v1.engine.core import EngineCore
 
-from engine.driving import Driver, Setup, make_scheduler
+from engine import test_sharing
+from engine.driving import Setup
+from engine.test_sharing import PROMPT, SETUP
 from kvpool.client import connect
 from kvpool.client.admin import AdminClient
-from kvpool.client.vllm import Scheduler
 from kvpool.client.vllm.weights import identify_files
 from kvpool.core.events import BlockStored
 
-PROMPT = [i * 7 % 512 for i in range(100)]
 
-
-class Engine:
+class Engine(test_sharing.Engine):
     """A scheduler on a pool, with the calls of its engine's core."""
 
-    def __init__(self, address: str, folder: Path, **settings: Any) -> None:
-        setup = replace(Setup(), additional_config={"kvpool": {"address": address, "pool": folder.name, **settings}})
-        self.scheduler = make_scheduler(Scheduler, setup, folder)
-        self.driver = Driver(self.scheduler, setup)
+    def __init__(self, address: str, folder: Path, setup: Setup = SETUP, **settings: Any) -> None:
+        super().__init__(address, folder.name, folder, setup, **settings)
         self.core: Any = SimpleNamespace(scheduler=self.scheduler, model_executor=Mock())
 
-    def run(self, name: str, lora: Any = None) -> int:
+    def ask(self, name: str, lora: Any = None) -> int:
         """Runs a request to its end; returns how many tokens of it were cached."""
-        self.driver.add(name, PROMPT, 4, lora_request=lora)
-        self.driver.finish()
-        self.driver.step()
-        return self.driver.cached[name]
+        return self.run(name, PROMPT, 4, lora_request=lora)
 
     @property
     def version(self) -> str:
@@ -65,21 +59,21 @@ def test_a_lora_is_shared_with_engines_that_have_its_weights_only(
 ) -> None:
     path = write_adapter(tmp_path / "sql")
     first, second = engines
-    assert first.run("a", lora(path)) == 0
-    assert second.run("b", lora(path, number=5)) == 96
-    assert second.run("c") == 0, "the model without it"
+    assert first.ask("a", lora(path)) == 0
+    assert second.ask("b", lora(path, number=5)) == 96
+    assert second.ask("c") == 0, "the model without it"
     write_adapter(tmp_path / "sql", b"other")
     third = Engine(address, tmp_path, memory_id="gpu0")
-    assert third.run("d", lora(path)) == 0
-    assert third.run("e", lora(path)) == 96
+    assert third.ask("d", lora(path)) == 0
+    assert third.ask("e", lora(path)) == 96
     for engine in engines:
-        assert engine.run("f", lora(path)) == 0, "it may have either weights"
+        assert engine.ask("f", lora(path)) == 0, "it may have either weights"
 
 
 def test_an_unreadable_lora_is_never_shared(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
     first, second = engines
     missing = lora(str(tmp_path / "missing"))
-    assert [first.run("a", missing), second.run("b", missing), first.run("c", missing)] == [0, 0, 0]
+    assert [first.ask("a", missing), second.ask("b", missing), first.ask("c", missing)] == [0, 0, 0]
 
 
 def test_a_salt_stays_part_of_the_keys(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
@@ -93,28 +87,20 @@ def test_a_salt_stays_part_of_the_keys(engines: tuple[Engine, Engine], tmp_path:
 
 def test_events_name_the_lora_as_vllm_does(address: str, tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/e"
-    setup = Setup(
-        events_endpoint=endpoint,
-        additional_config={"kvpool": {"address": address, "pool": tmp_path.name, "memory_id": "gpu0"}},
-    )
-    scheduler = make_scheduler(Scheduler, setup, tmp_path)
-    driver = Driver(scheduler, setup)
+    engine = Engine(address, tmp_path, replace(SETUP, events_endpoint=endpoint), memory_id="gpu0")
     with connect(address) as client:
         batches = client.watch(tmp_path.name, snapshot=True)
-        driver.add("a", PROMPT, 4, lora_request=lora(write_adapter(tmp_path / "sql")))
-        driver.finish()
-        driver.step()
+        engine.ask("a", lora(write_adapter(tmp_path / "sql")))
         stored = next(event for batch in batches for event in batch.events if isinstance(event, BlockStored))
         assert stored.lora_name == "sql"
-    scheduler.shutdown()
 
 
 def test_memory_of_its_own_has_the_hashes_of_vllm(address: str, tmp_path: Path) -> None:
     engine = Engine(address, tmp_path)
     path = write_adapter(tmp_path / "sql")
-    assert [engine.run("a", lora(path)), engine.run("b", lora(path))] == [0, 96]
+    assert [engine.ask("a", lora(path)), engine.ask("b", lora(path))] == [0, 96]
     write_adapter(tmp_path / "sql", b"other")
-    assert engine.run("c", lora(path)) == 96
+    assert engine.ask("c", lora(path)) == 96
     assert engine.driver.requests["c"].cache_salt is None
     EngineCore.collective_rpc(engine.core, "reload_weights")
     assert engine.version == ""
@@ -124,12 +110,12 @@ def test_a_lora_that_is_loaded_in_place_is_another(engines: tuple[Engine, Engine
     path = write_adapter(tmp_path / "sql")
     for engine, hit in zip(engines, (0, 96), strict=True):
         EngineCore.add_lora(engine.core, lora(path))
-        assert engine.run("a", lora(path)) == hit
+        assert engine.ask("a", lora(path)) == hit
     write_adapter(tmp_path / "sql", b"other")
     for engine, hit in zip(engines, (0, 96), strict=True):
         EngineCore.add_lora(engine.core, lora(path, load_inplace=True))
         each_step = lora(path, load_inplace=True)
-        assert [engine.run("b", each_step), engine.run("c", each_step), engine.run("d", lora(path))] == [0, 96, hit]
+        assert [engine.ask("b", each_step), engine.ask("c", each_step), engine.ask("d", lora(path))] == [0, 96, hit]
         assert engine.version == engines[0].version
 
 
@@ -138,10 +124,9 @@ def test_files_that_change_before_the_first_step_are_noticed(engines: tuple[Engi
     first, second = engines
     first.driver.add("a", PROMPT, 4, lora_request=lora(path))
     write_adapter(tmp_path / "sql", b"other")  # vLLM loads it for the step
-    first.driver.finish()
-    first.driver.step()
+    first.run_all()
     assert first.version.startswith("unknown-")
-    assert second.run("b", lora(path)) == 0
+    assert second.ask("b", lora(path)) == 0
 
 
 def test_files_that_change_between_load_and_request_are_noticed(engines: tuple[Engine, Engine], tmp_path: Path) -> None:
@@ -149,9 +134,9 @@ def test_files_that_change_between_load_and_request_are_noticed(engines: tuple[E
     first, second = engines
     EngineCore.add_lora(first.core, lora(path))
     write_adapter(tmp_path / "sql", b"other")
-    assert second.run("a", lora(path)) == 0
-    assert first.run("b", lora(path)) == 0, "it computes with the earlier weights"
-    assert second.run("c", lora(path)) == 96
+    assert second.ask("a", lora(path)) == 0
+    assert first.ask("b", lora(path)) == 0, "it computes with the earlier weights"
+    assert second.ask("c", lora(path)) == 96
 
 
 def test_requests_that_run_while_their_lora_is_replaced_cache_nothing_more(
@@ -159,7 +144,7 @@ def test_requests_that_run_while_their_lora_is_replaced_cache_nothing_more(
 ) -> None:
     path = write_adapter(tmp_path / "sql")
     first, second = engines
-    assert second.run("before", lora(path)) == 0
+    assert second.ask("before", lora(path)) == 0
     first.driver.add("running", [*PROMPT, *range(100)], 40, lora_request=lora(path))
     first.driver.step()
     write_adapter(tmp_path / "sql", b"other")
@@ -167,8 +152,7 @@ def test_requests_that_run_while_their_lora_is_replaced_cache_nothing_more(
     assert first.version.startswith("unknown-")
     with connect(address) as client:
         cached = client.get_pool(tmp_path.name).cached_blocks
-        first.driver.finish()
-        first.driver.step()
+        first.run_all()
         assert client.get_pool(tmp_path.name).cached_blocks == cached
 
 
@@ -180,7 +164,7 @@ def test_a_load_that_fails_leaves_the_lora_unknown(engines: tuple[Engine, Engine
     first.core.model_executor.add_lora.side_effect = RuntimeError("broken")
     with pytest.raises(RuntimeError, match="broken"):
         EngineCore.add_lora(first.core, lora(path, load_inplace=True))
-    assert [first.run("a", lora(path)), second.run("b", lora(path))] == [0, 0]
+    assert [first.ask("a", lora(path)), second.ask("b", lora(path))] == [0, 0]
 
 
 @pytest.mark.parametrize("method", ["reload_weights", "update_weights", "finish_weight_update"])
@@ -188,16 +172,16 @@ def test_weights_that_are_loaded_over_are_unknown_until_they_are_stated(
     engines: tuple[Engine, Engine], address: str, tmp_path: Path, method: str
 ) -> None:
     first, second = engines
-    assert [first.run("a"), second.run("b")] == [0, 96]
+    assert [first.ask("a"), second.ask("b")] == [0, 96]
     assert first.version == second.version
     EngineCore.collective_rpc(first.core, "list_loras")
-    assert first.run("c") == 96
+    assert first.ask("c") == 96
     EngineCore.collective_rpc(first.core, method)
     first.core.model_executor.collective_rpc.assert_called_with(method, None, (), None)
-    assert [first.run("d"), first.run("e"), second.run("f")] == [0, 96, 96]
+    assert [first.ask("d"), first.ask("e"), second.ask("f")] == [0, 96, 96]
     with AdminClient(address) as admin:
         admin.set_weights_version(tmp_path.name, "2")
-    assert [first.run("g"), second.run("h")] == [0, 96]
+    assert [first.ask("g"), second.ask("h")] == [0, 96]
 
 
 def test_a_stated_version_stays_when_weights_are_loaded(address: str, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def output_of(*arguments: object) -> str:
 @pytest.mark.slow
 def test_an_engine_logs_where_it_is_attached(address: str, tmp_path: Path) -> None:
     write_model(LLAMA, tmp_path / "model")
-    specification = Engine(LLAMA, 64, frozenset(), ("salts",)).specification(tmp_path / "model")
+    specification = Engine(LLAMA, 64, ("salts",)).specification(tmp_path / "model")
     kvpool = {"address": address, "pool": "logged"}
     specification["llm"] |= {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": kvpool}}
     (tmp_path / "specification.json").write_text(json.dumps(specification))

@@ -19,6 +19,7 @@ from vllm.v1.request import RequestStatus
 from engine.driving import Driver, Setup, make_scheduler
 from engine.schedules import KINDS, MOST_STEPS, setup_of
 from engine.service import Service, service
+from engine.test_sharing import Engine
 from engine.vllm_serve import REQUESTS, Serving, VllmServe, serving
 from kvpool.client import AbortedError, Session, connect
 from kvpool.client.admin import AdminClient
@@ -133,9 +134,7 @@ def test_requests_get_all_their_tokens_whenever_sessions_end(
 
 
 def test_an_engine_ends_if_a_request_that_waits_for_input_has_blocks(server: Service, tmp_path: Path) -> None:
-    setup = Setup(additional_config={"kvpool": {"address": server.address, "pool": POOL}})
-    scheduler = make_scheduler(Scheduler, setup, tmp_path)
-    driver = Driver(scheduler, setup)
+    driver = Engine(server.address, POOL, tmp_path).driver
     driver.add("waits", [1] * 40, 2, resumable=True)
     while driver.requests["waits"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
         driver.step()
@@ -143,7 +142,6 @@ def test_an_engine_ends_if_a_request_that_waits_for_input_has_blocks(server: Ser
     driver.add("other", [2] * 40, 9)
     with pytest.raises(AbortedError, match="an operator ended the session"):
         driver.finish()
-    scheduler.shutdown()
 
 
 def _evict(server: Service, pid: int) -> None:
@@ -155,8 +153,7 @@ def _evict(server: Service, pid: int) -> None:
 
 def _restart(server: Service, pid: int) -> None:
     del pid
-    server.kill()
-    server.start_again()
+    server.restart()
 
 
 def _pause(server: Service, pid: int) -> None:
@@ -209,9 +206,7 @@ def starts() -> Iterator[Serving]:
 
 
 def _start(starts: Serving, server: Service, **settings: Any) -> VllmServe:
-    vllm = starts.start(kvpool={**_settings(server), **settings})
-    vllm.wait_ready()
-    return vllm
+    return starts.start(kvpool={**_settings(server), **settings})
 
 
 @pytest.mark.complete

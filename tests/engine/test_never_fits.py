@@ -50,7 +50,7 @@ def test_it_ends_with_an_error_and_the_others_are_served(  # noqa: PLR0913 - kin
 ) -> None:
     setup = Setup(num_blocks=101, windows=WINDOWS[groups], is_async=is_async, reserves_sequence=reserves)
     pool = f"never.{groups}.{is_async}.{reserves}.{grows}.{quota}".translate(str.maketrans("{}': ", "....."))
-    other = Engine(address, pool, tmp_path, setup, memory_id="m", min_blocks=0 if quota.get("max_blocks") else 70)
+    Engine(address, pool, tmp_path, setup, memory_id="m", min_blocks=0 if quota.get("max_blocks") else 70)
     engine = Recording(address, pool, tmp_path, setup, memory_id="m", **quota)
     engine.driver.add("first", list(range(20)), 30)
     engine.driver.add("long", list(range(100 if grows else 800)), 700 if grows else 4)
@@ -60,8 +60,6 @@ def test_it_ends_with_an_error_and_the_others_are_served(  # noqa: PLR0913 - kin
     assert ended == {"first": "LENGTH", "long": "ERROR", "short": "LENGTH"}
     assert engine.run("fits", list(range(200, 300)), 5) == 0
     assert engine.reasons["fits"] is FinishReason.LENGTH
-    for each in (engine, other):
-        each.scheduler.shutdown()
 
 
 def test_one_that_fits_waits_for_blocks_of_others(address: str, tmp_path: Path) -> None:
@@ -70,7 +68,6 @@ def test_one_that_fits_waits_for_blocks_of_others(address: str, tmp_path: Path) 
         engine.driver.add(f"r{i}", [i, *range(400)], 20)
     engine.run_all()
     assert set(engine.reasons.values()) == {FinishReason.LENGTH}
-    engine.scheduler.shutdown()
 
 
 @pytest.mark.parametrize("quota", [{"max_blocks": 30}, {}], ids=["maximum", "minimum_of_another"])
@@ -78,10 +75,8 @@ def test_an_engine_warns_at_its_start(
     quota: dict[str, int], address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     setup, pool = Setup(num_blocks=101), f"warns.{len(quota)}"
-    engines = [Engine(address, pool, tmp_path, setup, memory_id="m", min_blocks=0 if quota else 70)]
+    Engine(address, pool, tmp_path, setup, memory_id="m", min_blocks=0 if quota else 70)
     assert "too few blocks for max_model_len" not in caplog.messages
-    engines.append(Engine(address, pool, tmp_path, setup, memory_id="m", **quota))
+    Engine(address, pool, tmp_path, setup, memory_id="m", **quota)
     (warned,) = (vars(each) for each in caplog.records if each.msg == "too few blocks for max_model_len")
     assert "needs 64 blocks, 30 are available" in warned["error"]
-    for engine in engines:
-        engine.scheduler.shutdown()

@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from signal import SIGKILL
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
@@ -25,13 +24,12 @@ Away: TypeAlias = Callable[[Service, Site], AbstractContextManager[None]]
 def _service_away(server: Service, _: Site) -> Iterator[None]:
     server.kill()
     yield
-    server.start_again()
+    server.restart()
 
 
 @contextmanager
 def _lender_away(_: Service, place: Site) -> Iterator[None]:
-    place.lender.signal(SIGKILL)
-    place.lender.end()
+    place.lender.kill()
     yield
     place.lender = place.start_lender()
 
@@ -60,9 +58,7 @@ def test_engines_wait_and_answer_as_vllm_alone(
     ):
         loads = [Load(name, NUM_REQUESTS) for name in "ab"]
         expected = of_vllm_alone(place, AHEAD, loads)
-        engines = [place.engine(options=AHEAD | SLOW, **settings) for _ in loads]
-        for engine in engines:
-            engine.wait_ready()
+        engines = place.engines(len(loads), options=AHEAD | SLOW, **settings)
         begun = _pool(place)
         for load, engine in zip(loads, engines, strict=True):
             load.ask(engine)
@@ -76,5 +72,3 @@ def test_engines_wait_and_answer_as_vllm_alone(
             engine.wait(*engine.answers.values())
         assert tokens({**engines[0].answers, **engines[1].answers}) == expected
         assert _pool(place).epoch == begun.epoch
-        for engine in engines:
-            engine.stop()

@@ -9,10 +9,11 @@ import pytest
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.driving import Driver, Setup, make_scheduler
+from engine.driving import Setup, make_scheduler
 from engine.features import Connector, make_groups, set_attribute
+from engine.test_sharing import Engine
 from kvpool.client import NotFoundError, connect
-from kvpool.client.vllm import Scheduler, Settings, version_check
+from kvpool.client.vllm import Settings, version_check
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 
 
@@ -65,26 +66,10 @@ def test_an_engine_that_is_refused_leaves_no_pool(
     address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(version_check, "missing_methods", lambda: ["KVCacheManager.new_thing is missing"])
-    attached = Setup(additional_config={"kvpool": {"address": address, "pool": "refused"}})
     with pytest.raises(UnsupportedError, match="new_thing"):
-        make_scheduler(Scheduler, attached, tmp_path)
+        Engine(address, "refused", tmp_path)
     with connect(address) as client, pytest.raises(NotFoundError):
         client.get_pool("refused")
-
-
-def test_an_unknown_version_is_refused_unless_it_is_named(
-    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(version_check, "VERSION", "0.34.1")
-    for named in ("", "0.34.0"):
-        attached = {"kvpool": {"address": address, "pool": "unknown", "untested_version": named}}
-        with pytest.raises(UnsupportedError, match=r"use 0\.32 or 0\.33; untested_version='0\.34\.1'"):
-            make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path)
-    with connect(address) as client, pytest.raises(NotFoundError):
-        client.get_pool("unknown")
-    monkeypatch.setenv("KVPOOL_UNTESTED_VERSION", "0.34.1")
-    del attached["kvpool"]["untested_version"]
-    make_scheduler(Scheduler, Setup(additional_config=attached), tmp_path).shutdown()
 
 
 def test_settings_in_the_configuration_override_the_environment(
@@ -124,19 +109,13 @@ def test_wrong_settings_are_refused_by_name(given: Any, message: str, monkeypatc
 def test_hints_of_a_request_change_nothing(address: str, tmp_path: Path) -> None:
     from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: PLC0415 - see the mark
 
-    attached = Setup(additional_config={"kvpool": {"address": address, "pool": "hints"}})
-    scheduler = make_scheduler(Scheduler, attached, tmp_path)
-    driver = Driver(scheduler, attached)
+    driver = Engine(address, "hints", tmp_path).driver
     hints = KvHintsEnvelope("1", "m", [KvHintAction("a", "prefetch", "1", {"tier": "host"})])
     driver.add("with", [1] * 40, 9, kv_hints=hints)
     driver.add("without", [1] * 40, 9)
     driver.finish()
     assert {name: len(tokens) for name, tokens in driver.generated.items()} == {"with": 9, "without": 9}
-    scheduler.shutdown()
 
 
 def test_usage_is_reported_before_the_first_step(address: str, tmp_path: Path) -> None:
-    attached = Setup(additional_config={"kvpool": {"address": address, "pool": "usage"}})
-    scheduler = make_scheduler(Scheduler, attached, tmp_path)
-    assert scheduler.kv_cache_manager.usage == 0
-    scheduler.shutdown()
+    assert Engine(address, "usage", tmp_path).scheduler.kv_cache_manager.usage == 0

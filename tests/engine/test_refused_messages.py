@@ -52,7 +52,6 @@ def engine(address: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iter
     scheduler = make_scheduler(Scheduler, setup, tmp_path)
     with connect(address) as client:
         yield Engine(scheduler, client, request.node.name)
-    scheduler.shutdown()
 
 
 def test_frees_in_a_refused_message_go_with_the_next(engine: Engine) -> None:

@@ -146,13 +146,12 @@ def test_tokens_after_new_weights_and_a_reset_beside_a_busy_engine(address: str,
         trained, other, alone = place.engine(), place.engine(), place.engine(is_attached=False)
         answers = []
         for engine in (trained, alone):
-            engine.wait_ready()
             before = _answer(engine, "before", OF_SLEEPER)
             if engine is trained:
                 other.wait_ready()
                 running = _ask(other, "running", OF_OTHER)
                 other.wait_for_steps(5)
-            engine.call("apply_model", "engine.weights_program.load_other_weights")
+            engine.call("apply_model", "engine.drawn_weights.load_other_weights")
             engine.call("reset_prefix_cache")
             asked = _ask(engine, "after", OF_SLEEPER)
             answers.append((before, _tokens(engine, asked), [each.cached_tokens for each in asked]))
@@ -162,8 +161,6 @@ def test_tokens_after_new_weights_and_a_reset_beside_a_busy_engine(address: str,
         hits = _ask(other, "hits", OF_SLEEPER)
         assert _tokens(other, hits) == answers[0][0]
         assert all(each.cached_tokens for each in hits)
-        for engine in (trained, other, alone):
-            engine.stop()
 
 
 def test_sleep_mode_is_refused_in_memory_that_engines_name_themselves() -> None:

@@ -20,6 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 from engine.connector import ENDS, ScriptedConnector
 from engine.driving import Driver, Setup, images, make_scheduler
 from engine.schedules import KINDS, run, setup_of
+from engine.test_sharing import Engine
 from kvpool.client import Session, connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
 from kvpool.client.vllm.manager import KVCacheManager
@@ -98,8 +99,7 @@ def test_a_wrong_prediction_costs_messages_and_nothing_else(
     plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
     monkeypatch.setattr(SchedulePredictor, "running", foresee_wrongly)
     monkeypatch.setattr(SchedulePredictor, "long_prefill_tokens", lambda _: 7)
-    attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "wrong"}})
-    served = Driver(make_scheduler(Scheduler, attached, tmp_path), attached)
+    served = Engine(address, "wrong", tmp_path, setup).driver
     for driver in (plain, served):
         for i in range(12):
             driver.add(f"r{i}", [(i // 2 + j) % 512 for j in range(90 + i)], 30)
@@ -120,8 +120,8 @@ def test_a_wrong_prediction_costs_messages_and_nothing_else(
 def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any], address: str, tmp_path: Path) -> None:
     """Since 0.33 vLLM caches blocks that drafts fill after each round, which goes ahead of the round's message."""
     max_messages = 2 if drafts and "_update_request_with_output" not in vars(PlainAsync) else 1
-    setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": _names(drafts)}}, **drafts)
-    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    setup = Setup(num_blocks=400, **drafts)
+    driver = Engine(address, _names(drafts), tmp_path, setup).driver
     for i in range(setup.max_num_seqs):
         driver.add(f"r{i}", [i] * (10 + i), 200)
     driver.step()
@@ -133,15 +133,13 @@ def test_a_round_of_running_requests_is_a_message_at_most(drafts: dict[str, Any]
         driver.step()
         assert session.sequence <= before + max_messages
     assert not driver.is_idle
-    driver.scheduler.shutdown()
 
 
 @pytest.mark.parametrize("enable_caching", [True, False])
 def test_a_round_with_images_is_a_message_at_most(address: str, tmp_path: Path, *, enable_caching: bool) -> None:
     """Requests are admitted, computed in pieces that end within images, and decode past them, up to 16 together."""
-    kvpool = {"kvpool": {"address": address, "pool": f"images.{enable_caching}"}}
-    setup = Setup(num_blocks=800, encoder_budget=2000, enable_caching=enable_caching, additional_config=kvpool)
-    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    setup = Setup(num_blocks=800, encoder_budget=2000, enable_caching=enable_caching)
+    driver = Engine(address, f"images.{enable_caching}", tmp_path, setup).driver
     session = driver.scheduler.kv_cache_manager.session
     num_encoded = []
     for i in range(60):
@@ -153,7 +151,6 @@ def test_a_round_with_images_is_a_message_at_most(address: str, tmp_path: Path, 
         num_encoded.append(sum(map(len, step["encoded"].values())))
         assert session.sequence <= before + 1
     assert sum(map(bool, num_encoded)) > 10
-    driver.scheduler.shutdown()
 
 
 def test_the_scheduler_continues_while_the_service_answers(
@@ -168,8 +165,8 @@ def test_the_scheduler_continues_while_the_service_answers(
             return _function(*args, **kwargs)
 
         monkeypatch.setattr(kind, name, noted)
-    setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": "goes.on"}})
-    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    setup = Setup(num_blocks=400)
+    driver = Engine(address, "goes.on", tmp_path, setup).driver
     for i in range(setup.max_num_seqs):
         driver.add(f"r{i}", [i] * (10 + i), 200)
     driver.step()
@@ -179,7 +176,6 @@ def test_the_scheduler_continues_while_the_service_answers(
         driver.step()
         rounds.append(list(calls))
     assert ["begin", *["allocate_slots"] * setup.max_num_seqs, "settle"] in rounds
-    driver.scheduler.shutdown()
 
 
 def test_blocks_that_are_read_too_early_end_the_engine(
@@ -187,22 +183,19 @@ def test_blocks_that_are_read_too_early_end_the_engine(
 ) -> None:
     """As a version of vLLM would that makes its output otherwise: an error, never wrong blocks."""
     monkeypatch.delattr(Scheduler, "_make_cached_request_data")
-    setup = Setup(num_blocks=400, additional_config={"kvpool": {"address": address, "pool": "early"}})
-    driver = Driver(make_scheduler(Scheduler, setup, tmp_path), setup)
+    driver = Engine(address, "early", tmp_path, Setup(num_blocks=400)).driver
     driver.add("r", [1] * 10, 100)
     driver.step()
     steps = (driver.step() for _ in range(16))
     with pytest.raises(RuntimeError, match="before the answer of the round"):
         list(steps)
-    driver.scheduler.shutdown()
 
 
 def test_a_round_with_a_refused_grant_restarts(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler has gone on with blocks that there are not, once they are refused."""
     setup = Setup(num_blocks=24)
     plain = Driver(make_scheduler(Plain, setup, tmp_path), setup)
-    attached = replace(setup, additional_config={"kvpool": {"address": address, "pool": "begins.again"}})
-    served = Driver(make_scheduler(Scheduler, attached, tmp_path), attached)
+    served = Engine(address, "begins.again", tmp_path, setup).driver
     num_begun = 0
     schedule = Plain.schedule
 
@@ -221,16 +214,10 @@ def test_a_round_with_a_refused_grant_restarts(address: str, tmp_path: Path, mon
     assert [served.step() for _ in steps] == steps
     assert served.is_idle
     assert num_begun > len(steps)
-    served.scheduler.shutdown()
 
 
 def test_the_scheduler_class_follows_the_configuration(address: str, tmp_path: Path) -> None:
-    setup = Setup(additional_config={"kvpool": {"address": address, "pool": "kinds"}})
-    scheduler = make_scheduler(Scheduler, setup, tmp_path)
-    assert type(scheduler) is Scheduler
-    scheduler.shutdown()
-    attached = {"kvpool": {"address": address, "pool": "kinds.ahead"}}
-    ahead = make_scheduler(Scheduler, replace(setup, is_async=True, additional_config=attached), tmp_path)
+    assert type(Engine(address, "kinds", tmp_path).scheduler) is Scheduler
+    ahead = Engine(address, "kinds.ahead", tmp_path, Setup(is_async=True)).scheduler
     assert type(ahead) is AsyncScheduler
     assert isinstance(ahead, PlainAsync)
-    ahead.shutdown()

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from engine.service import Service, service
-from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, VllmServe, serving
+from engine.vllm_serve import NUM_BLOCKS, REQUESTS, Serving, VllmServe
 from engine.workloads import Request
 from kvpool.client import PoolInfo, connect
 from support.waiting import wait_until
@@ -26,12 +26,6 @@ LONG = [replace(each, max_tokens=300) for each in REQUESTS if len(each.prompt) <
 @pytest.fixture(scope="module")
 def server() -> Iterator[Service]:
     with TemporaryDirectory() as folder, service(Path(folder), "--journal", f"{folder}/journal") as started:
-        yield started
-
-
-@pytest.fixture(scope="module")
-def starts() -> Iterator[Serving]:
-    with serving() as started:
         yield started
 
 
@@ -54,7 +48,6 @@ class Pooled:
         """The one that runs."""
         if self._running is None or not self._running.process.is_alive:
             self._running = self._starts.start(kvpool={"address": self._server.address, "pool": POOL})
-            self._running.wait_ready()
         return self._running
 
     @property
@@ -104,8 +97,7 @@ def test_no_request_notices_a_restart_of_the_service(
     for _ in range(3):
         admitted = pooled.pool.prefix_cache.queries_tokens
         wait_until(lambda: pooled.pool.prefix_cache.queries_tokens > admitted or not users.is_alive())  # noqa: B023 - called here
-        server.kill()
-        server.start_again()
+        server.restart()
     assert users.is_alive(), "the users had finished before"
     users.join()
     assert answers == expected
@@ -138,7 +130,6 @@ def test_a_signal_ends_the_session_with_its_requests(pooled: Pooled, number: Sig
 @pytest.mark.complete
 def test_an_engine_with_time_to_stop_answers_first(starts: Serving, server: Service) -> None:
     vllm = starts.start("--shutdown-timeout", "600", kvpool={"address": server.address, "pool": "drained"})
-    vllm.wait_ready()
     with vllm.begun(LONG[0]) as steps, connect(server.address) as client:
         vllm.signal(SIGTERM)
         assert sum(len(tokens) for tokens in steps) == LONG[0].max_tokens

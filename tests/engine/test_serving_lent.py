@@ -29,9 +29,7 @@ def starts() -> Iterator[Serving]:
 def _start(starts: Serving, lent: Site) -> VllmServe:
     options = ("--worker-cls", "kvpool.client.vllm.Worker", "--num-gpu-blocks-override", str(NUM_BLOCKS))
     settings = {"address": lent.service, "pool": lent.pool, "memory": lent.memory}
-    started = starts.start(*options, kvpool=settings)
-    started.wait_ready()
-    return started
+    return starts.start(*options, kvpool=settings)
 
 
 def test_an_engine_is_killed_beside_another_and_its_successor_hits_its_prefixes(starts: Serving, address: str) -> None:

@@ -1,10 +1,6 @@
 """Engines that share a pool, that die, and whose service dies: schedulers without a model, on a real service."""
 
-import os
 import random
-import signal
-import subprocess
-import sys
 from collections import deque
 from dataclasses import replace
 from pathlib import Path
@@ -21,14 +17,12 @@ from kvpool.client import AbortedError, KvpoolError, NotFoundError, UnavailableE
 from kvpool.client.admin import AdminClient
 from kvpool.client.session import Session
 from kvpool.client.vllm import Scheduler
-from support import processes
 from support.answers import until_answered
 
 pytestmark = pytest.mark.complete
 
 PROMPT = [i * 7 % 512 for i in range(100)]
 SETUP = Setup(num_blocks=64)
-WAIT_SECONDS = 60.0
 
 
 class Engine:
@@ -39,9 +33,9 @@ class Engine:
         self.scheduler = make_scheduler(Scheduler, attached, folder)
         self.driver = Driver(self.scheduler, attached)
 
-    def run(self, name: str, prompt: list[int], max_tokens: int = 20) -> int:
+    def run(self, name: str, prompt: list[int], max_tokens: int = 20, **values: Any) -> int:
         """Runs a request to its end; returns how many tokens of it were cached."""
-        self.driver.add(name, prompt, max_tokens)
+        self.driver.add(name, prompt, max_tokens, **values)
         self.run_all()
         return self.driver.cached[name]
 
@@ -64,56 +58,31 @@ def test_engines_with_the_same_memory_share_cached_blocks(address: str, tmp_path
     held = [engine.driver.step()["new"][0][2][0] for engine in (first, second)]
     assert not set(held[0]) & set(held[1])
     assert first.scheduler.reset_prefix_cache()  # although the other holds blocks: see test_resets.py
-    for engine in (first, second):
-        engine.scheduler.shutdown()
 
 
 def test_an_engine_logs_how_warm_its_pool_is(address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "kvpool.client.vllm")
     first = Engine(address, "warm", tmp_path, memory_id="gpu0")
     first.run("a", PROMPT)
-    engines = [first, Engine(address, "warm", tmp_path, memory_id="gpu0")]
+    Engine(address, "warm", tmp_path, memory_id="gpu0")
     attached = [vars(each)["cached_blocks"] for each in caplog.records if each.msg == "engine attached"]
     with connect(address) as client:
         assert attached == [0, client.get_pool("warm").cached_blocks]
     assert attached[1]
-    for engine in engines:
-        engine.scheduler.shutdown()
-
-
-def test_scheduled_blocks_are_hit_only_by_their_own_engine_until_they_ran(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
-    second = Engine(address, "unexecuted", tmp_path, memory_id="gpu0")
-    first.driver.add("a", PROMPT, 9)
-    first.scheduler.schedule()  # its output is not there
-    assert second.run("b", PROMPT) == 0
-    for engine in (first, second):
-        engine.scheduler.shutdown()
-
-
-def test_separate_pools_on_one_server_are_independent(address: str, tmp_path: Path) -> None:
-    engines = [Engine(address, f"own.{i}", tmp_path) for i in range(2)]
-    assert [engine.run("a", PROMPT) for engine in engines] == [0, 0]
-    with connect(address) as client:
-        assert [client.get_pool(f"own.{i}").sessions for i in range(2)] == [1, 1]
-    for engine in engines:
-        engine.scheduler.shutdown()
 
 
 def test_another_layout_is_refused_with_the_differing_field(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "layout", tmp_path, memory_id="gpu0")
+    Engine(address, "layout", tmp_path, memory_id="gpu0")
     with pytest.raises(WrongStateError, match="num_blocks"):
         Engine(address, "layout", tmp_path, replace(SETUP, num_blocks=65), memory_id="gpu0")
     with pytest.raises(WrongStateError, match="groups"):
         Engine(address, "layout", tmp_path, replace(SETUP, windows=(64,)), memory_id="gpu0")
-    first.scheduler.shutdown()
 
 
 def test_memory_that_differs_is_refused_while_an_engine_lives(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "memory", tmp_path)
+    Engine(address, "memory", tmp_path)
     with pytest.raises(UnavailableError, match="memory"):
         until_answered(lambda: Engine(address, "memory", tmp_path, deadline_seconds=1.0))
-    first.scheduler.shutdown()
 
 
 class _Ahead(Engine):
@@ -172,8 +141,6 @@ def test_engines_use_no_block_of_a_step_of_the_other_in_flight(
     assert pool.free_blocks == 25
     assert pool.preemptions
     assert pool.prefix_cache.shared_hits_tokens
-    for engine in engines:
-        engine.scheduler.shutdown()
 
 
 class _Loading(Engine):
@@ -275,21 +242,6 @@ def test_a_round_zeroes_no_block_that_it_has_freed(address: str, tmp_path: Path)
             num_freed += len(scheduled.preempted_req_ids or ())
             engine.driver.settle()
     assert num_freed
-    engine.scheduler.shutdown()
-
-
-def test_the_next_engine_hits_no_blocks_of_lost_memory(address: str, tmp_path: Path) -> None:
-    first = Engine(address, "next", tmp_path)
-    first.run("a", PROMPT)
-    first.scheduler.shutdown()
-    with connect(address) as client:
-        before = client.get_pool("next")
-        second = Engine(address, "next", tmp_path)
-        after = client.get_pool("next")
-        assert (before.cached_blocks, after.cached_blocks) == (7, 0)
-        assert after.epoch > before.epoch
-    assert second.run("b", PROMPT) == 0
-    second.scheduler.shutdown()
 
 
 @pytest.mark.parametrize(
@@ -308,26 +260,6 @@ def test_the_next_engine_may_have_another_configuration(
     first.scheduler.shutdown()
     second = Engine(address, pool, tmp_path, replace(SETUP, **changes))
     assert [second.run(name, PROMPT) for name in "bc"] == [0, 96]
-    second.scheduler.shutdown()
-
-
-def test_a_killed_engine_frees_its_blocks_for_the_next(address: str, tmp_path: Path) -> None:
-    command = [sys.executable, __file__, address, "killed", str(tmp_path)]
-    env = processes.environment()
-    with (
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env) as process,
-        connect(address) as client,
-    ):
-        assert process.stdout
-        assert process.stdout.readline() == "running\n"
-        assert client.get_pool("killed").free_blocks < SETUP.num_blocks - 1
-        process.send_signal(signal.SIGKILL)
-        process.wait(WAIT_SECONDS)
-        second = Engine(address, "killed", tmp_path)  # waits for the lease
-        info = client.get_pool("killed")
-    assert (info.sessions, info.free_blocks, info.cached_blocks) == (1, SETUP.num_blocks - 1, 0)
-    assert second.run("b", PROMPT) == 0
-    second.scheduler.shutdown()
 
 
 def _steps_of_both(served: Driver, plain: Driver) -> list[Any]:
@@ -347,14 +279,14 @@ def test_a_killed_service_ends_no_request(tmp_path: Path, *, keeps_journal: bool
         for driver in (engine.driver, plain):
             driver.add("a", PROMPT, 60)
         steps = [(engine.driver.step(), plain.step()) for _ in range(5)]
-        server.kill()
-        server.start_again()
+        server.restart()
         if keeps_journal:
             steps += _steps_of_both(engine.driver, plain)
         engine.driver.finish()
         plain.finish()
         assert engine.driver.generated == plain.generated
         assert all(mine == theirs for mine, theirs in steps)
+        engine.scheduler.shutdown()
 
 
 @pytest.mark.parametrize("runs", [False, True])
@@ -364,8 +296,7 @@ def test_a_forgotten_session_in_memory_of_several_engines_ends_the_engine(tmp_pa
         if runs:
             engine.driver.add("a", PROMPT, 60)
             engine.driver.step()
-        server.kill()
-        server.start_again()
+        server.restart()
         engine.driver.add("b", PROMPT, 60)
         with pytest.raises((AbortedError, NotFoundError), match="session") as raised:
             engine.run_all()
@@ -411,7 +342,6 @@ def test_the_error_of_an_engine_that_ends_names_the_remedy_for_its_cause(
     assert "restart the engine" in notes
     assert remedy in notes
     assert ("journal" in notes) == (error.reason in {"SESSION_NOT_FOUND", "JOURNAL_DROPPED"})
-    engine.scheduler.shutdown()
 
 
 def test_a_step_whose_answer_outlasted_the_lease_runs_while_the_session_is_open(
@@ -426,18 +356,3 @@ def test_a_step_whose_answer_outlasted_the_lease_runs_while_the_session_is_open(
     with pytest.raises(AbortedError, match="an operator ended the session") as raised:
         engine.run_all()
     assert "restart the engine" in raised.value.__notes__[0]
-    engine.scheduler.shutdown()
-
-
-def _run_until_killed(address: str, pool: str, folder: Path) -> None:
-    engine = Engine(address, pool, folder, lease_seconds=2.0)
-    engine.driver.add("a", PROMPT, 500)
-    for _ in range(5):
-        engine.driver.step()
-    print("running", flush=True)
-    sys.stdin.read()  # until it is killed, or the test is gone
-    os._exit(1)
-
-
-if __name__ == "__main__":
-    _run_until_killed(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from vllm.v1.core import kv_cache_manager
 
-from engine.driving import Setup, make_scheduler
-from kvpool.client.vllm import Scheduler, missing_methods
+from engine.test_sharing import Engine
+from kvpool.client.vllm import missing_methods
 from kvpool.client.vllm.manager import KVCacheManager
 from kvpool.client.vllm.pool_config import UnsupportedError
 
@@ -35,10 +35,8 @@ def test_all_attributes_that_the_engine_reads_exist(module: str, address: str, t
     spec = find_spec(module)
     assert spec
     assert spec.origin
-    setup = Setup(additional_config={"kvpool": {"address": address, "pool": f"signatures.{module}"}})
-    scheduler = make_scheduler(Scheduler, setup, tmp_path)
-    lacking = {name for name in _asked(Path(spec.origin)) if not hasattr(scheduler.kv_cache_manager, name)}
-    scheduler.shutdown()
+    manager = Engine(address, f"signatures.{module}", tmp_path).scheduler.kv_cache_manager
+    lacking = {name for name in _asked(Path(spec.origin)) if not hasattr(manager, name)}
     assert lacking <= missing_methods.NOT_CALLED.keys()
 
 
@@ -49,9 +47,8 @@ def test_an_engine_with_a_new_parameter_is_refused(
         """A newer one."""
 
     monkeypatch.setattr(kv_cache_manager.KVCacheManager, "allocate_slots", allocate_slots)
-    setup = Setup(additional_config={"kvpool": {"address": address, "pool": "newer"}})
     with pytest.raises(UnsupportedError, match=r"allocate_slots has a parameter 'a_new_thing' that is missing"):
-        make_scheduler(Scheduler, setup, tmp_path)
+        Engine(address, "newer", tmp_path)
 
 
 def test_no_method_is_public_but_those_of_vllm() -> None:

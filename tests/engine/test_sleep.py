@@ -1,7 +1,6 @@
 """Engines that sleep: their memory is unmapped, their cached prefixes stay in the pool, and other engines go on."""
 
 import random
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -46,20 +45,12 @@ def _are_hit(answers: Sequence[Answer]) -> bool:
     return [answer.cached_tokens for answer in answers] == hits
 
 
-def _shared_resident_bytes(engine: ServedEngine) -> int:
-    status = Path(f"/proc/{engine.process.pid}/status").read_text()
-    (line,) = (each for each in status.splitlines() if each.startswith("RssShmem"))
-    return int(line.split()[1]) * 1024
-
-
 @pytest.fixture(scope="module")
-def expected(address: str) -> Iterator[dict[int, list[list[int]]]]:
+def expected(address: str) -> dict[int, list[list[int]]]:
     """What vLLM alone answers, by the number of prompts."""
     with site(address, NUM_BLOCKS, "alone") as place:
         engine = place.engine(is_attached=False)
-        engine.wait_ready()
-        yield {len(prompts): _answer(engine, f"{len(prompts)}", prompts) for prompts in (OF_SLEEPER, OF_OTHER)}
-        engine.stop()
+        return {len(prompts): _answer(engine, f"{len(prompts)}", prompts) for prompts in (OF_SLEEPER, OF_OTHER)}
 
 
 @pytest.fixture
@@ -73,14 +64,13 @@ def test_an_engine_sleeps_under_the_load_of_another_and_wakes_with_its_cache(
     place: Site, expected: dict[int, list[list[int]]]
 ) -> None:
     sleeper, other = place.engine(), place.engine()
-    sleeper.wait_ready()
     assert _answer(sleeper, "a", OF_SLEEPER) == expected[8]
     other.wait_ready()
-    resident = _shared_resident_bytes(sleeper)
+    resident = sleeper.resident_shared_mib
     for level in (1, 1, 2):
         running = _ask(other, f"running-{level}", OF_OTHER)
         sleeper.call("sleep", level)
-        assert _shared_resident_bytes(sleeper) < resident // 10
+        assert sleeper.resident_shared_mib < resident / 10
         assert _tokens(other, running) == expected[12]
         hits = _ask(other, "hits", OF_SLEEPER)
         assert _tokens(other, hits) == expected[8]
@@ -96,8 +86,6 @@ def test_an_engine_sleeps_under_the_load_of_another_and_wakes_with_its_cache(
     woken = _ask(sleeper, "same", OF_SLEEPER)
     assert _tokens(sleeper, woken) == expected[8]
     assert _are_hit(woken), "an operator has said that it has the same weights"
-    for engine in (sleeper, other):
-        engine.stop()
 
 
 @pytest.mark.complete  # engines of its own
@@ -106,7 +94,6 @@ def test_requests_that_are_kept_during_a_sleep_are_answered_afterwards(
     place: Site, expected: dict[int, list[list[int]]], options: dict[str, object]
 ) -> None:
     engine = place.engine(options=options)
-    engine.wait_ready()
     for i, tags in enumerate(([["weights"], ["kv_cache"]], [["kv_cache", "weights"]])):
         running = _ask(engine, f"{i}", OF_OTHER)
         engine.wait_for_steps(engine.num_steps + 10)
@@ -116,19 +103,17 @@ def test_requests_that_are_kept_during_a_sleep_are_answered_afterwards(
         for each in tags:
             engine.call("wake_up", each)
         assert _tokens(engine, running) == expected[12]
-    engine.stop()
 
 
 @pytest.mark.complete  # engines of its own
 def test_only_the_kv_cache_is_released(place: Site, expected: dict[int, list[list[int]]]) -> None:
     engine = place.engine()
-    engine.wait_ready()
     assert _answer(engine, "a", OF_SLEEPER) == expected[8]
-    resident = _shared_resident_bytes(engine)
+    resident = engine.resident_shared_mib
     engine.call("sleep", 0)
     engine.call("step")  # forgets the requests that have ended
     engine.call("release_kv_cache_memory")
-    assert _shared_resident_bytes(engine) < resident // 10
+    assert engine.resident_shared_mib < resident / 10
     engine.call("wake_up")
     woken = _ask(engine, "b", OF_SLEEPER)
     assert _tokens(engine, woken) == expected[8]
@@ -139,7 +124,6 @@ def test_only_the_kv_cache_is_released(place: Site, expected: dict[int, list[lis
     woken = _ask(engine, "c", OF_SLEEPER)
     assert _tokens(engine, woken) == expected[8]
     assert not woken[0].cached_tokens, "a reset that a user asks for drops the prefixes"
-    engine.stop()
 
 
 @pytest.mark.complete  # engines of its own
@@ -147,11 +131,9 @@ def test_an_engine_wakes_after_its_lender_was_killed_and_started_again(
     place: Site, expected: dict[int, list[list[int]]]
 ) -> None:
     engine = place.engine(deadline_seconds=5, lease_seconds=3)  # it sleeps for longer than its lease
-    engine.wait_ready()
     assert _answer(engine, "a", OF_SLEEPER) == expected[8]
     engine.call("sleep", 1)
-    place.lender.signal(signal.SIGKILL)
-    place.lender.end()
+    place.lender.kill()
     _, error = engine.try_call("wake_up")
     assert "the connection to the lender is broken" in error
     place.start_lender()
@@ -159,7 +141,6 @@ def test_an_engine_wakes_after_its_lender_was_killed_and_started_again(
     woken = _ask(engine, "b", OF_SLEEPER)
     assert _tokens(engine, woken) == expected[8]
     assert _are_hit(woken)
-    engine.stop()
 
 
 @pytest.mark.complete  # engines of its own
@@ -167,8 +148,7 @@ def test_a_killed_engine_that_sleeps_ends_its_session_at_once_and_leaves_its_pre
     place: Site, expected: dict[int, list[list[int]]]
 ) -> None:
     sleeper, other = place.engine(lease_seconds=3600), place.engine()
-    for engine in (sleeper, other):
-        engine.wait_ready()
+    other.wait_ready()
     assert _answer(sleeper, "a", OF_SLEEPER) == expected[8]
     sleeper.call("sleep", 1)
     with connect(place.service) as client:
@@ -179,4 +159,3 @@ def test_a_killed_engine_that_sleeps_ends_its_session_at_once_and_leaves_its_pre
     hits = _ask(other, "b", OF_SLEEPER)
     assert _tokens(other, hits) == expected[8]
     assert _are_hit(hits)
-    other.stop()

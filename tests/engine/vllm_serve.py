@@ -216,16 +216,16 @@ class Serving:
         write_weights(self.folder / "model")
 
     def start(self, *options: str, kvpool: dict[str, Any] | None = None) -> VllmServe:
-        """Starts one; returns before it is ready. See `VllmServe`."""
+        """Starts one; returns when it is ready. See `VllmServe`."""
         self._num_started += 1
         started = VllmServe(self.folder, f"v{self._num_started}", *options, kvpool=kvpool)
         self._stack.callback(started.end)
+        started.wait_ready()
         return started
 
     def tokens_of_vllm_alone(self, requests: Sequence[Request], *options: str) -> list[list[int]]:
         """Returns the answers of vLLM with its own scheduler."""
         plain = self.start(*options)
-        plain.wait_ready()
         tokens = [plain.complete(each).tokens for each in requests]
         plain.kill()
         return tokens

@@ -33,7 +33,6 @@ MEMORY_BYTES = 256 * 2**20
 ENGINE = Engine(
     LLAMA,
     256,
-    frozenset(),
     WORKLOADS,
     {
         "attention_backend": "TRITON_ATTN",

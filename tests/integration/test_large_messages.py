@@ -161,17 +161,6 @@ def test_the_largest_step_is_answered(opened: grpc.Channel, session: Session) ->
     answers.cancel()
 
 
-def test_refused_messages_leave_no_memory(server: ServerProcess, opened: grpc.Channel, session: Session) -> None:
-    step = step_pb2.Step(session_id="x" * (15 * MIB)).SerializeToString()
-    for _ in range(3):
-        refusal(opened, f"{SERVICE}/Schedule", step)
-    before = status(server, "VmRSS")
-    for _ in range(30):
-        assert from_rpc_error(refusal(opened, f"{SERVICE}/Schedule", step)).reason == "SESSION_NOT_FOUND"
-        assert session.pool()
-    assert status(server, "VmRSS") - before < 150 * MIB
-
-
 def test_a_stream_keeps_no_message_that_was_answered(
     server: ServerProcess, opened: grpc.Channel, session: Session
 ) -> None:

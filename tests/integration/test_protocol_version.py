@@ -4,12 +4,13 @@
 
 from collections.abc import Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from typing import Any
 
 import grpc
 import pytest
 
-from kvpool.client import Client, ServerError, aio, connect
+from kvpool.client import Client, ServerError, connect
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
@@ -26,19 +27,11 @@ def address() -> Iterator[str]:
         yield address
 
 
-@pytest.fixture
-def client(address: str) -> Iterator[Client]:
-    with connect(address) as client:
-        yield client
-
-
-@pytest.fixture
-def stub(address: str) -> Iterator[Any]:
-    with grpc.insecure_channel(address) as channel:
-        yield allocator_pb2_grpc.AllocatorServiceStub(channel)
-
-
-def check_refused(error: grpc.RpcError) -> None:
+@contextmanager
+def refused() -> Iterator[None]:
+    with pytest.raises(grpc.RpcError) as caught:
+        yield
+    error = caught.value
     assert isinstance(error, grpc.Call)
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
     assert f"version {OTHER}" in str(error.details())
@@ -47,9 +40,8 @@ def check_refused(error: grpc.RpcError) -> None:
 
 def test_a_server_opens_no_session_for_another_version(client: Client, stub: Any) -> None:
     before = client.get_pool("m").sessions
-    with pytest.raises(grpc.RpcError) as caught:
+    with refused():
         stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="m", protocol_version=OTHER))
-    check_refused(caught.value)
     assert client.get_pool("m").sessions == before
 
 
@@ -57,19 +49,19 @@ def test_a_server_applies_no_step_of_another_version(client: Client, stub: Any) 
     with client.open_session("m") as session:
         before = client.get_pool("m")
         step = step_pb2.Step(session_id=session.session_id, sequence=1, protocol_version=OTHER)
-        with pytest.raises(grpc.RpcError) as caught:
+        with refused():
             next(stub.Schedule(iter([step])))
-        check_refused(caught.value)
         after = client.get_pool("m")
         assert (after.activity.steps, after.free_blocks) == (before.activity.steps, before.free_blocks)
 
 
 def test_a_server_starts_no_watch_for_another_version(address: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        watch = event_pb2_grpc.EventServiceStub(channel).Watch
-        with pytest.raises(grpc.RpcError) as caught:
-            next(watch(event_pb2.WatchRequest(pool_name="m", protocol_version=OTHER)))
-    check_refused(caught.value)
+    with grpc.insecure_channel(address) as channel, refused():
+        next(
+            event_pb2_grpc.EventServiceStub(channel).Watch(
+                event_pb2.WatchRequest(pool_name="m", protocol_version=OTHER)
+            )
+        )
 
 
 def test_a_server_serves_callers_that_state_no_version(stub: Any) -> None:
@@ -168,20 +160,6 @@ def test_a_client_refuses_a_server_of_another_version(other: tuple[OtherServer, 
         for snapshot in (False, True):
             with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
                 next(client.watch("m", snapshot=snapshot))
-
-
-@pytest.mark.parametrize("version", [0, OTHER])
-async def test_an_asyncio_client_refuses_a_server_of_another_version(
-    other: tuple[OtherServer, str], version: int
-) -> None:
-    servicer, address = other
-    servicer.opening_version = servicer.streaming_version = version
-    async with aio.connect(address) as client:
-        with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
-            await client.open_session("m")
-        assert servicer.num_open == 0
-        with pytest.raises(ServerError, match=f"the client version {PROTOCOL_VERSION}"):
-            await anext(client.watch("m"))
 
 
 def test_a_client_applies_no_result_of_a_server_that_was_replaced(other: tuple[OtherServer, str]) -> None:

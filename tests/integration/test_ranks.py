@@ -24,7 +24,6 @@ from kvpool.client import (
 )
 from kvpool.core.ranks.messages import HeldTensors
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, spec_pb2, worker_pb2
-from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import registration_to_proto
 from support.ranks import OPTIONS, registration
 from support.server import ServerProcess, pool_config, running_server
@@ -35,14 +34,14 @@ TIMING = {"heartbeat_seconds": 0.2, "heartbeat_timeout_seconds": 60.0, "grace_se
 IMPATIENT = {"heartbeat_seconds": 0.1, "heartbeat_timeout_seconds": 2.0, "grace_seconds": 5.0}
 
 
-@pytest.fixture(name="address")
-def fixture_address() -> Iterator[str]:
+@pytest.fixture
+def address() -> Iterator[str]:
     with running_server(rank_timing=TIMING) as address:
         yield address
 
 
-@pytest.fixture(name="client")
-def fixture_client(address: str) -> Iterator[Client]:
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
     with connect(address, deadline_seconds=3.0) as client:
         yield client
 
@@ -226,9 +225,6 @@ def test_a_stream_without_messages_ends() -> None:
     ("change", "reason", "field"),
     [
         ({"pool_name": "no spaces"}, "INVALID_VALUE", "register.pool_name"),
-        ({"world_size": 3}, "RANKS_DISAGREE", "register.world_size"),
-        ({"boot_id": ""}, "INVALID_VALUE", "register.boot_id"),
-        ({"rank": 2}, "INVALID_VALUE", "register.rank"),
         ({"layers": [spec_pb2.LayerSpec(layer_name="a")]}, "INVALID_VALUE", "register.layers[0].spec"),
     ],
 )
@@ -246,28 +242,12 @@ def test_a_registration_that_is_refused_changes_nothing(
     assert client.get_pool("m") == before
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        {"heartbeat": worker_pb2.Heartbeat(sequence=1)},
-        {},
-    ],
-)
+@pytest.mark.parametrize("message", [{"heartbeat": worker_pb2.Heartbeat(sequence=1)}, {}])
 def test_a_stream_begins_with_register(address: str, client: Client, message: dict[str, object]) -> None:
     error = WireRank(address).say(**message).wait_ended()
     assert (type(error), error.field) == (InvalidArgumentError, "message")
     with pytest.raises(NotFoundError):
         client.get_pool("m")
-
-
-@pytest.mark.parametrize("method", ["WorkerService/Join", "AllocatorService/Schedule"])
-def test_a_malformed_message_ends_the_stream_without_a_bug_report(address: str, method: str) -> None:
-    with grpc.insecure_channel(address) as channel:
-        call: Any = channel.stream_stream(f"/kvpool.v1.{method}")
-        with pytest.raises(grpc.RpcError) as caught:
-            next(call(iter([b"\xff\xff"])))
-    error = from_rpc_error(caught.value)
-    assert (type(error), error.reason) == (InvalidArgumentError, "MALFORMED")
 
 
 def test_a_second_registration_or_unknown_message_is_refused(address: str) -> None:

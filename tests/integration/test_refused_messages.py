@@ -1,7 +1,7 @@
 """What remains of messages that are refused."""
 
 import gc
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -12,16 +12,7 @@ from google.protobuf.message import Message
 
 from kvpool.server.app import Server
 from kvpool.server.config import ServerConfig
-from kvpool.v1 import (
-    allocator_pb2,
-    allocator_pb2_grpc,
-    event_pb2,
-    event_pb2_grpc,
-    pool_pb2,
-    step_pb2,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from kvpool.v1 import allocator_pb2, event_pb2, pool_pb2, step_pb2, worker_pb2
 
 LONG = "x" * 60_000
 REFUSED = {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
@@ -39,55 +30,36 @@ def garbage() -> Iterator[list[Any]]:
     gc.enable()
 
 
-async def _first_answer(call: Any, message: Message) -> None:
-    await call.write(message)
-    await call.read()
-    await call.code()
+MESSAGES: dict[str, tuple[str, Message]] = {
+    "allocate": (
+        "AllocatorService/AllocateSlots",
+        allocator_pb2.AllocateSlotsRequest(
+            session_id="no session", sequence=1, request=allocator_pb2.RequestUpdate(request_id=LONG)
+        ),
+    ),
+    "create": (
+        "AllocatorService/CreatePool",
+        allocator_pb2.CreatePoolRequest(config=pool_pb2.PoolConfig(name=LONG)),
+    ),
+    "keep alive": ("AllocatorService/KeepAlive", allocator_pb2.KeepAliveRequest(session_id=LONG)),
+    "too large": ("AllocatorService/KeepAlive", allocator_pb2.KeepAliveRequest(session_id=LONG + LONG)),
+    "schedule": ("AllocatorService/Schedule", step_pb2.Step(session_id=LONG)),
+    "watch": ("EventService/Watch", event_pb2.WatchRequest(pool_name=LONG)),
+    "join": ("WorkerService/Join", worker_pb2.JoinRequest(register=worker_pb2.Register(pool_name=LONG))),
+}
 
 
-def allocate(channel: grpc.aio.Channel) -> Awaitable[Any]:
-    update = allocator_pb2.RequestUpdate(request_id=LONG)
-    message = allocator_pb2.AllocateSlotsRequest(session_id="no session", sequence=1, request=update)
-    return allocator_pb2_grpc.AllocatorServiceStub(channel).AllocateSlots(message)
-
-
-def create(channel: grpc.aio.Channel) -> Awaitable[Any]:
-    message = allocator_pb2.CreatePoolRequest(config=pool_pb2.PoolConfig(name=LONG))
-    return allocator_pb2_grpc.AllocatorServiceStub(channel).CreatePool(message)
-
-
-def keep_alive(channel: grpc.aio.Channel) -> Awaitable[Any]:
-    message = allocator_pb2.KeepAliveRequest(session_id=LONG)
-    return allocator_pb2_grpc.AllocatorServiceStub(channel).KeepAlive(message)
-
-
-def too_large(channel: grpc.aio.Channel) -> Awaitable[Any]:
-    message = allocator_pb2.KeepAliveRequest(session_id=LONG + LONG)
-    return allocator_pb2_grpc.AllocatorServiceStub(channel).KeepAlive(message)
-
-
-def schedule(channel: grpc.aio.Channel) -> Awaitable[Any]:
-    return _first_answer(allocator_pb2_grpc.AllocatorServiceStub(channel).Schedule(), step_pb2.Step(session_id=LONG))
-
-
-def watch(channel: grpc.aio.Channel) -> Awaitable[Any]:
-    return event_pb2_grpc.EventServiceStub(channel).Watch(event_pb2.WatchRequest(pool_name=LONG)).read()
-
-
-def join(channel: grpc.aio.Channel) -> Awaitable[Any]:
-    message = worker_pb2.JoinRequest(register=worker_pb2.Register(pool_name=LONG))
-    return _first_answer(worker_pb2_grpc.WorkerServiceStub(channel).Join(), message)
-
-
-@pytest.mark.parametrize("refused", [allocate, create, keep_alive, too_large, schedule, watch, join])
+@pytest.mark.parametrize("name", MESSAGES)
 async def test_refused_messages_are_free_before_garbage_is_collected(
-    refused: Callable[[grpc.aio.Channel], Awaitable[Any]], tmp_path: Path, garbage: list[Any]
+    name: str, tmp_path: Path, garbage: list[Any]
 ) -> None:
+    method, message = MESSAGES[name]
     server = Server(ServerConfig(addresses=(f"unix:{tmp_path / 's'}",)))
     await server.start()
     async with grpc.aio.insecure_channel(f"unix:{tmp_path / 's'}") as channel:
+        call: Any = channel.stream_stream(f"/kvpool.v1.{method}", type(message).SerializeToString)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await refused(channel)
+            await call(iter([message])).read()
     assert caught.value.code() in REFUSED
     del caught
     await server.stop()  # all its calls have ended

@@ -6,7 +6,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from email.message import Message
 from typing import Any
 
@@ -57,22 +57,27 @@ class Page:
         return {name: self.part(name) for name in PARTS}
 
 
-@pytest.fixture(name="served", scope="module")
-def fixture_served() -> Iterator[tuple[str, int]]:
+@contextmanager
+def server_with_page(**settings: Any) -> Iterator[tuple[str, Page]]:
     port = free_port()
-    with running_server(metrics={"address": f"127.0.0.1:{port}"}, quarantine_seconds=3600) as address:
-        yield address, port
+    with running_server(metrics={"address": f"127.0.0.1:{port}"}, **settings) as address:
+        yield address, Page(port)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[str, Page]]:
+    with server_with_page(quarantine_seconds=3600) as served:
+        yield served
 
 
 @pytest.fixture
-def page(served: tuple[str, int]) -> Page:
-    return Page(served[1])
+def address(served: tuple[str, Page]) -> str:
+    return served[0]
 
 
 @pytest.fixture
-def client(served: tuple[str, int]) -> Iterator[Client]:
-    with connect(served[0]) as client:
-        yield client
+def page(served: tuple[str, Page]) -> Page:
+    return served[1]
 
 
 def of_pool(entries: list[dict[str, Any]], pool: str) -> dict[str, Any]:
@@ -112,7 +117,7 @@ def worked(client: Client, pool: str, name: str = "scheduler") -> Session:
     return session
 
 
-def test_the_parts_match_their_description_and_the_state(client: Client, page: Page, served: tuple[str, int]) -> None:
+def test_the_parts_match_their_description_and_the_state(client: Client, page: Page, address: str) -> None:
     session = worked(client, "figures", "schéduler")
     parts = check_described(page)
     info, shown = client.get_pool("figures"), of_pool(parts["pools"]["pools"], "figures")
@@ -124,18 +129,16 @@ def test_the_parts_match_their_description_and_the_state(client: Client, page: P
     assert sums == {"in_use": 10, "pending": 5, "quarantined": 0, "cached": 10}
     held = of_pool(parts["sessions"]["sessions"], "figures")
     assert held["quarantine"] is None
-    with AdminClient(served[0]) as admin:
+    with AdminClient(address) as admin:
         (listed,) = admin.sessions("figures")
     changing = {"age_seconds", "idle_seconds"}
     assert {key for key, value in message_json(listed).items() if held["info"][key] != value} <= changing
     session.close()
 
 
-def test_an_evicted_session_is_in_quarantine_and_among_the_events(
-    client: Client, page: Page, served: tuple[str, int]
-) -> None:
+def test_an_evicted_session_is_in_quarantine_and_among_the_events(client: Client, page: Page, address: str) -> None:
     worked(client, "evicted")
-    with AdminClient(served[0]) as admin:
+    with AdminClient(address) as admin:
         (number,) = (each.session_number for each in admin.sessions() if each.pool_name == "evicted")
         admin.evict_session("evicted", number)
     parts = check_described(page)
@@ -148,24 +151,24 @@ def test_an_evicted_session_is_in_quarantine_and_among_the_events(
     assert "pool created" in events
 
 
-def test_nothing_that_lets_a_reader_act_is_shown(client: Client, page: Page) -> None:
+def test_nothing_that_lets_a_reader_act_or_names_contents_or_memory_is_shown(client: Client, page: Page) -> None:
     """The number of a session is public; its id, with which a client drives it, is not."""
+    client.create_pool(pool_config("p"), memory_id="memory-of-p")
+    assert client.get_pool("p").memory_id == "memory-of-p"
     session = worked(client, "secrets")
     shown = json.dumps(page.parts())
     assert '"secrets"' in shown
-    assert session.session_id not in shown
-    assert SECRET not in shown
+    for secret in (session.session_id, SECRET, "memory-of-p"):
+        assert secret not in shown
     session.close()
 
 
 def test_ranks_that_lend_memory_are_shown_with_their_processes() -> None:
-    port = free_port()
     with (
-        running_server(metrics={"address": f"127.0.0.1:{port}"}) as address,
+        server_with_page() as (address, page),
         lender_process(address) as lender,
         engine(address, lender.address) as process,
     ):
-        page = Page(port)
 
         def ranks() -> list[dict[str, Any]]:
             return [rank for pool in page.part("pools")["pools"] for rank in pool["info"]["ranks"]]
@@ -181,18 +184,12 @@ def test_ranks_that_lend_memory_are_shown_with_their_processes() -> None:
         assert pool["info"]["fingerprint"] == {}, "it names the model"
 
 
-def test_a_pool_that_waits_for_ranks_has_all_figures(page: Page, served: tuple[str, int]) -> None:
-    rank = WireRank(served[0]).register(registration(0, world_size=2), "forming")
+def test_a_pool_that_waits_for_ranks_has_all_figures(page: Page, address: str) -> None:
+    rank = WireRank(address).register(registration(0, world_size=2), "forming")
     rank.wait_for("registered")
     info = of_pool(check_described(page)["pools"]["pools"], "forming")["info"]
     assert (info["state"], info["world_size"], len(info["ranks"])) == ("POOL_STATE_FORMING", 2, 2)
     assert info["prefix_cache"]["hits_tokens"] == info["activity"]["steps"] == "0"
-
-
-def test_what_names_contents_or_memory_is_not_shown(client: Client, page: Page) -> None:
-    client.create_pool(pool_config("p"), memory_id="memory-of-p")
-    assert client.get_pool("p").memory_id == "memory-of-p"
-    assert "memory-of-p" not in json.dumps(page.parts())
 
 
 def test_a_stream_begins_with_all_parts_and_goes_on_with_those_that_change(client: Client, page: Page) -> None:
@@ -241,14 +238,9 @@ def test_pages_are_read_only(page: Page, path: str) -> None:
 
 
 def test_sessions_beyond_the_maximum_are_counted() -> None:
-    port = free_port()
-    with (
-        running_server(metrics={"address": f"127.0.0.1:{port}"}) as address,
-        connect(address) as client,
-        ExitStack() as stack,
-    ):
+    with server_with_page() as (address, page), connect(address) as client, ExitStack() as stack:
         client.create_pool(pool_config("many"))
         for _ in range(MAX_SESSIONS + 1):
             stack.enter_context(client.open_session("many"))
-        part = Page(port).part("sessions")
+        part = page.part("sessions")
         assert (len(part["sessions"]), part["num_sessions"]) == (MAX_SESSIONS, MAX_SESSIONS + 1)

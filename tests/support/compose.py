@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from google.protobuf import json_format
 
@@ -89,6 +89,10 @@ class Failure:
         """Records that the stack has recovered."""
         self.recovered_seconds = time.monotonic() - self._since
         self.cost = cost
+
+
+Inject: TypeAlias = Callable[[str], Failure]
+"""Begins a failure."""
 
 
 class Stack:
