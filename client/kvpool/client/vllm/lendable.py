@@ -7,13 +7,12 @@ from typing import Any, Final
 from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 
 from kvpool.client.vllm.pool_config import UnsupportedError, config_of
-from kvpool.client.vllm.versions import VERSION
+from kvpool.client.vllm.versions import SUPPORTED_VERSIONS, VERSION
 from kvpool.client.vllm.weights import ordered_text
 from kvpool.core.errors import WrongStateError
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.v1.pool_pb2 import PoolInfo
 
-_VERSIONS: Final = ("0.32.", "0.33.")
 _LENT: Final = "in lent memory"
 _IMAGES: Final = (
     *("media_io_kwargs", "mm_encoder_attn_dtype", "mm_processor_kwargs", "video_pruning_method", "video_pruning_rate"),
@@ -23,7 +22,7 @@ _IMAGES: Final = (
 
 def check_version() -> None:
     """Raises UnsupportedError if the installed vLLM is one whose workers are not known."""
-    if not VERSION.startswith(_VERSIONS):
+    if not VERSION.startswith(SUPPORTED_VERSIONS):
         raise UnsupportedError("lent memory", "use vLLM 0.32.x or 0.33.x")
 
 
