@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from engine.manager_pair import BLOCK_SIZE, SESSION_NUMBER, ManagerPair, RequestPair, make_groups
-from kvpool.client.vllm.versions import HASHES_LOOK_AHEAD
+from kvpool.client.vllm.versions import IS_0_33_OR_NEWER
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.ids import BlockId, PoolName, SessionId, StepNumber
 from kvpool.core.sessions.session import Session
@@ -99,8 +99,8 @@ class Program:
                 hash_scheme=HashScheme(num_lookahead_tokens=shape.num_lookahead_tokens),
                 num_reprefillable_tokens=shape.num_modules - 1,
                 retention_tokens=shape.retention_tokens,
-                keeps_block_before_boundary=HASHES_LOOK_AHEAD and shape.use_eagle,
-                shares_read_states=HASHES_LOOK_AHEAD,
+                keeps_block_before_boundary=IS_0_33_OR_NEWER and shape.use_eagle,
+                shares_read_states=IS_0_33_OR_NEWER,
                 prefix_match_unit=shape.unit,
                 partial_hits=shape.unit > 0,
             )

@@ -125,7 +125,7 @@ def test_an_engine_continues_with_a_standby(plain: Plain, scripts: Scripts, tmp_
     """The primary is killed between two steps, hands over while the engine steps, and is paused."""
     etcd = EtcdCluster(tmp_path / "etcd", 1)
     # A standby stays in sync while engines load and use all processors.
-    pair = Pair(tmp_path, f"etcd://{etcd.endpoints[0]}", ("--standby-timeout-seconds", "60"))
+    pair = Pair(tmp_path, f"etcd://{etcd.endpoints[0]}/deaths", ("--standby-timeout-seconds", "60"))
     with (
         ExitStack() as stack,
         followed(scripts.pooled(pair.seeds, EARLY, LATER, LATE), tmp_path / "engine") as engine,

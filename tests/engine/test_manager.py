@@ -14,7 +14,7 @@ import pytest
 
 from engine.manager_pair import BLOCK_SIZE
 from engine.manager_program import STATES, Program, Shape
-from kvpool.client.vllm.versions import HASHES_LOOK_AHEAD
+from kvpool.client.vllm.versions import IS_0_33_OR_NEWER
 from kvpool.core.specs.kinds import MambaSpec
 
 pytestmark = pytest.mark.complete
@@ -150,7 +150,7 @@ def _of_states(kind: str) -> Cases:
     [
         pytest.param(shape, id=f"{name}-{'_'.join(map(str, shape.windows))}-{shape.retention_tokens}")
         for name, shape in chain(_of_windows(), _of_sizes(), *map(_of_states, STATE_KINDS))
-        if HASHES_LOOK_AHEAD or not shape.num_lookahead_tokens
+        if IS_0_33_OR_NEWER or not shape.num_lookahead_tokens
     ],
 )
 def test_answers_are_those_of_the_manager(shape: Shape) -> None:

@@ -80,7 +80,7 @@ cluster_options: Final = together(
     text_option(
         "--cluster",
         "URL",
-        "Share the pools with standbys on other machines; etcd://HOST:PORT,HOST:PORT/SHARD says who is the "
+        "Share the pools with the other servers of SHARD; etcd://HOST:PORT,HOST:PORT/SHARD says which of them is the "
         "primary. Needs a journal. Off by default; see docs/how-to/high-availability.md.",
     ),
     config_options(ClusterConfig(), etcd_user="User of etcd, if etcd requires one."),

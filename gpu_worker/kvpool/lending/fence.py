@@ -58,7 +58,7 @@ class Fence:
     """Admits the steps of one rank.
 
     Attributes:
-        epoch: The epoch that has begun; 0 for none. Callers read it and the two below, and do not set them.
+        epoch: The epoch that has begun; 0 for none. Callers read the attributes, and do not set them.
         last_session_number: Newest session number that a fence named.
         live: Numbers up to it of sessions that have not ended.
     """

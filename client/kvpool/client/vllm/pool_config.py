@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvpool.client.vllm.connectors import unsupported_connector
 from kvpool.client.vllm.versions import (
     AUX_OUTPUTS_READ_POOL,
-    HASHES_LOOK_AHEAD,
+    IS_0_33_OR_NEWER,
     SPECS,
     VERSION,
     block_hash_root,
@@ -81,9 +81,9 @@ def config_of(vllm_config: Any, kv_cache_config: Any, pool: str) -> PoolConfig:
         hash_scheme=_hash_scheme(cache_config.prefix_caching_hash_algo, vllm_config) if caches else HashScheme(),
         max_in_flight_tokens=vllm_config.max_in_flight_tokens,
         retention_tokens=_retention_tokens(kv_cache_config) if caches else None,
-        keeps_block_before_boundary=HASHES_LOOK_AHEAD and _drops_eagle_block(vllm_config),
+        keeps_block_before_boundary=IS_0_33_OR_NEWER and _drops_eagle_block(vllm_config),
         num_reprefillable_tokens=max(vllm_config.num_prefill_lookahead_tokens - 1, 0) if caches else 0,
-        shares_read_states=HASHES_LOOK_AHEAD and has_states,
+        shares_read_states=IS_0_33_OR_NEWER and has_states,
         allow_too_few_blocks=True,  # as vLLM with num_gpu_blocks_override
     )
     if not caches:

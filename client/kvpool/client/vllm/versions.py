@@ -20,7 +20,7 @@ SUPPORTED_VERSIONS: Final = ("0.32", "0.33")
 """What versions begin with whose scheduler gives the same results on kvpool as on its own manager."""
 SPECS: Final[ModuleType] = kv_cache_interface
 
-HASHES_LOOK_AHEAD: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
+IS_0_33_OR_NEWER: Final = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 """Whether vLLM is 0.33 or newer.
 
 With EAGLE it hashes a block together with the tokens after it, instead of computing blocks again, and it also caches

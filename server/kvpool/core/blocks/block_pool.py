@@ -503,7 +503,7 @@ class BlockPool:
         self._num_reserved = max(self._num_reserved, len(self.prefix_map))
         self.num_evicted = snapshot.num_evicted
         if len(snapshot.group_counters) != len(self.group_counters):
-            raise ValueError("counters of groups are missing")
+            raise ValueError("the counters of groups differ in number")
         self.group_counters = snapshot.group_counters
 
     def _record(self, event: BlockEvent) -> None:

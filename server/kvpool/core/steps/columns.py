@@ -49,6 +49,7 @@ LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Ope
 DECLARING: Final = frozenset((*LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
 """Operations that can declare their request."""
 LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
+"""Operations after which a request holds no blocks."""
 
 
 class Outcome(IntEnum):

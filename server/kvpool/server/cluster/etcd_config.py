@@ -9,8 +9,7 @@ from kvpool.server.cluster.directory import NAME
 from kvpool.wire.address import host_and_port, is_loopback
 from kvpool.wire.channels import TlsConfig
 
-_URL: Final = re.compile(r"(?P<scheme>etcds?)://(?P<endpoints>[^/?#@]+)(/(?P<shard>[^/?#]*))?")
-DEFAULT_SHARD: Final = "main"
+_URL: Final = re.compile(r"(?P<scheme>etcds?)://(?P<endpoints>[^/?#@]+)/(?P<shard>[^/?#]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class EtcdConfig:
     """
 
     endpoints: tuple[str, ...]
-    shard: str = DEFAULT_SHARD
+    shard: str
     tls: TlsConfig | None = None
     user: str = ""
     password_file: Path | None = None
@@ -50,7 +49,7 @@ class EtcdConfig:
         """Makes a configuration from a URL.
 
         Args:
-            url: `etcd://host1:2379,host2:2379/SHARD`, or `etcds://` for TLS. SHARD may be left out.
+            url: `etcd://host1:2379,host2:2379/SHARD`, or `etcds://` for TLS.
             tls: TLS settings. They turn TLS on, with either scheme.
             user: See `EtcdConfig`.
             password_file: See `EtcdConfig`.
@@ -62,10 +61,10 @@ class EtcdConfig:
             raise ValueError("cluster: the URL must not have a user; set etcd_user and etcd_password_file")
         found = _URL.fullmatch(url)
         if found is None:
-            raise ValueError(f"cluster: {url!r}: needs etcd://HOST:PORT[,HOST:PORT...][/SHARD], or etcds:// for TLS")
+            raise ValueError(f"cluster: {url!r}: needs etcd://HOST:PORT[,HOST:PORT...]/SHARD, or etcds:// for TLS")
         if tls is None and found["scheme"] == "etcds":
             tls = TlsConfig()
-        return cls(tuple(found["endpoints"].split(",")), found["shard"] or DEFAULT_SHARD, tls, user, password_file)
+        return cls(tuple(found["endpoints"].split(",")), found["shard"], tls, user, password_file)
 
     @property
     def key(self) -> bytes:

@@ -18,7 +18,7 @@ from kvpool.server.auth.caller import can_see
 from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.limits.fair_turns import in_turn
 from kvpool.server.services.components import Components
-from kvpool.server.services.executor import ended_fields
+from kvpool.server.services.executor import session_fields
 from kvpool.v1 import admin_pb2, admin_pb2_grpc
 from kvpool.wire import picture
 
@@ -144,7 +144,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         end = self._parts.executor.execute(
             EndSession(session.session_id, EndReason.SESSION_EVICTED, quarantine_seconds)
         )
-        extra = {**ended_fields(end), "requests": end.num_requests}
+        extra = {**session_fields(end), "requests": end.num_requests}
         _log.warning("session evicted by an operator", extra=extra)
         return info
 

@@ -186,7 +186,7 @@ class Executor:
         if not opened.is_new:
             return
         pool, session = self.state.sessions[opened.session_id]
-        fields = ended_fields(end_of(pool, session))
+        fields = session_fields(end_of(pool, session))
         self._event_logs.publish(pool)  # of a new epoch, or of evicted blocks of an earlier weights version
         if opened.starts_epoch:
             _log.warning("epoch started in new memory", extra={**fields, "memory": command.memory_id})
@@ -196,7 +196,7 @@ class Executor:
         if is_new:
             pool, session = self.state.sessions[command.session_id]
             self._event_logs.publish(pool)
-            fields = ended_fields(end_of(pool, session))
+            fields = session_fields(end_of(pool, session))
             _log.info("weights version set", extra={**fields, "weights_version": session.weights_version})
 
     def _part_freed(self, command: commands.FreePart, _: int) -> None:
@@ -205,10 +205,10 @@ class Executor:
     def _session_closed(self, _: commands.CloseSession, closed: commands.SessionClosed) -> None:
         if closed.end:
             self._ended(closed.end, "SESSION_CLOSED")
-            _log.info("session closed", extra={**ended_fields(closed.end), "requests": closed.num_freed_requests})
+            _log.info("session closed", extra={**session_fields(closed.end), "requests": closed.num_freed_requests})
 
     def _session_ended(self, command: commands.EndSession, end: SessionEnd) -> None:
-        extra = {**ended_fields(end), "requests": end.num_requests}
+        extra = {**session_fields(end), "requests": end.num_requests}
         if command.reason is EndReason.LEASE_EXPIRED:
             _log.warning("lease expired", extra=extra)
         elif command.reason is EndReason.PROCESS_GONE:  # the service of operators logs what they end
@@ -221,12 +221,12 @@ class Executor:
         self._calls.end(end.session_id, reason)
         self.fencing.schedule(end.pool_name)
         if end.is_quarantined:
-            _log.info("session quarantined", extra={**ended_fields(end), "blocks": pool.quarantine.num_blocks})
+            _log.info("session quarantined", extra={**session_fields(end), "blocks": pool.quarantine.num_blocks})
 
     def _quarantine_ended(self, command: commands.EndQuarantine, ends: tuple[commands.QuarantineEnd, ...]) -> None:
         num_blocks = self.state.pools.get(command.pool_name).quarantine.num_blocks
         for end in ends:
-            extra = {**ended_fields(end.session), "seconds": round(end.seconds, 3), "blocks": num_blocks}
+            extra = {**session_fields(end.session), "seconds": round(end.seconds, 3), "blocks": num_blocks}
             _log.info("quarantine ended", extra=extra)
 
     def _wake_waiters(self, *_: object) -> None:
@@ -251,6 +251,6 @@ class Executor:
     """The effects of each command that has any, outside the state."""
 
 
-def ended_fields(end: SessionEnd) -> dict[str, object]:
+def session_fields(end: SessionEnd) -> dict[str, object]:
     """Log fields of a session that has ended, or of `end_of` an open one. Its id is a secret and is not logged."""
     return {"pool": end.pool_name, "session": end.session_number, "client": end.client_name, "epoch": end.epoch}
