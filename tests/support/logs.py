@@ -78,7 +78,7 @@ def _keys(node: ast.expr, scope: ast.AST) -> Iterator[str]:
                 yield str(key.value)
     elif isinstance(node, ast.Attribute) and node.attr.lstrip("_") == "rank_fields":
         yield from _WORKER
-    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "ended_fields":
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) == "session_fields":
         yield from _SESSION
     elif isinstance(node, ast.Name):
         values = [
