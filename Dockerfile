@@ -46,7 +46,7 @@ RUN pip install --no-cache-dir ${TORCH_PIP_OPTIONS} torch==${TORCH_VERSION}
 COPY deploy/requirements/server.lock /usr/local/share/kvpool/server.lock
 RUN pip install --no-cache-dir --require-hashes -r /usr/local/share/kvpool/server.lock
 COPY --from=wheel /opt/kvpool /usr/local
-RUN install -d -o 10001 -g 10001 -m 0700 /run/kvpool
+RUN install -d -o 10001 -g 10001 -m 0700 /run/kvpool /var/lib/kvpool
 USER 10001:10001
 # It starts if told that metrics and health may be plaintext: KVPOOL_WORKER_ALLOW_PLAINTEXT.
 ENV KVPOOL_WORKER_HEALTH_LISTEN=0.0.0.0:50052 KVPOOL_WORKER_METRICS_LISTEN=0.0.0.0:9465

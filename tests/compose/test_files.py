@@ -49,6 +49,8 @@ def test_promtool_accepts_the_rules_and_their_tests() -> None:
 def test_every_alert_has_a_description_and_a_runbook(alert: dict[str, Any]) -> None:
     assert alert["labels"]["severity"] in ("critical", "warning")
     assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
+    summary = alert["annotations"]["summary"]
+    assert "$labels.pool" not in summary or "$labels.instance" in summary, "pods of engines have pools of one name"
     path, _, anchor = alert["annotations"]["runbook_url"].partition("#")
     headings = re.findall(r"^#+ (.*)$", (ROOT / path).read_text(), re.MULTILINE)
     assert anchor in [heading.lower() for heading in headings]
@@ -74,6 +76,19 @@ def test_the_dashboard_is_valid() -> None:
             assert used <= variables
             assert 'instance=~"$instance"' in target["expr"] or "kvpool_worker" in target["expr"]
             assert "pool=~" in target["expr"] or not re.search(rf"kvpool_(?!{OF_A_SERVER})|kvpool:", target["expr"])
+
+
+def test_the_dashboard_tells_pools_of_one_name_apart() -> None:
+    for target in (target for panel in DASHBOARD["panels"] for target in panel.get("targets", ())):
+        assert ("{{pool}}" in target["legendFormat"]) == ("{{pool}} {{instance}}" in target["legendFormat"])
+        assert not re.search(r"by \(pool(?!, instance)", target["expr"])
+
+
+def test_engines_cannot_write_the_journal_of_their_server() -> None:
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    for server, engine in (("lending-server", "engine-0"), ("vllm-server", "vllm-0")):
+        (journal,) = {*services[server]["volumes"]} - {*services[engine]["volumes"]}
+        assert journal.endswith(f":{services[server]['environment']['KVPOOL_SERVE_JOURNAL']}")
 
 
 def test_each_image_is_built_by_one_service() -> None:

@@ -58,6 +58,7 @@ EVERYTHING: Final = both(
                     "max_sessions": 3000000,
                     "max_memory_bytes": 0,
                     "allow_plaintext": ["grpc", "metrics"],
+                    "listen": "0.0.0.0:50051",
                 },
                 "journal": {"storageClassName": "fast"},
                 "nodeSelector": {"disk": "local"},
@@ -67,6 +68,7 @@ EVERYTHING: Final = both(
                 "pods": 2,
                 "engines": 3,
                 "tensorParallelSize": 2,
+                "serverSettings": {"log_level": "warning", "listen": "0.0.0.0:1", "journal": "elsewhere"},
                 "args": ["--max-model-len", "8192"],
                 "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
                 "modelVolume": {"persistentVolumeClaim": {"claimName": "models"}},
@@ -127,7 +129,13 @@ def test_helm_finds_nothing_to_warn_of(case: str) -> None:
         (both({"tokens": {"secretName": "t"}}, SHARD), "needs shard.standbyTokenSecret"),
         ({"vllm": {"enabled": True}}, "vllm.enabled needs vllm.model"),
         ({"vllm": {"enabled": True, "model": "m"}}, "needs vllm.resourceClaimTemplate"),
+        ({"server": {"enabled": False}}, "server.enabled false without vllm.enabled starts nothing"),
         (both(SHARD, ON_CPU), "shard.enabled needs server.enabled"),
+        (both({"tls": {"secretName": "t"}}, ON_CPU), "tls.secretName needs server.enabled"),
+        (both({"tokens": {"secretName": "t"}}, ON_CPU), "tokens.secretName needs server.enabled"),
+        (both({"server": {"settings": {"log_level": "debug"}}}, ON_CPU), "server.settings needs server.enabled"),
+        (both({"server": {"journal": {"claim": True}}}, ON_CPU), "server.journal.claim needs server.enabled"),
+        (both(ON_CPU, {"vllm": {"serverSettings": {"log_level": {}}}}), "/vllm/serverSettings/log_level"),
     ],
 )
 def test_values_that_cannot_work_are_refused(values: Object, message: str) -> None:
@@ -319,8 +327,27 @@ def test_settings_replace_those_of_the_chart() -> None:
     assert settings["KVPOOL_SERVE_MAX_SESSIONS"] == "3000000"
     assert settings["KVPOOL_SERVE_MAX_MEMORY_BYTES"] == "0", "no maximum"
     assert settings["KVPOOL_SERVE_ALLOW_PLAINTEXT"] == "grpc metrics"
+    assert settings["KVPOOL_SERVE_LISTEN"] == "0.0.0.0:50051"
     image = server_container(RENDERED["everything"])["image"]
     assert image == "registry.example.com/team/kvpool-server:0.1.0"
+
+
+def test_the_server_of_a_pod_has_settings_of_its_own() -> None:
+    pod = find("StatefulSet", "kvpool-vllm", "everything")["spec"]["template"]["spec"]
+    settings = env(pod["initContainers"][0])
+    assert settings["KVPOOL_SERVE_LOG_LEVEL"] == "warning"
+    assert settings["KVPOOL_SERVE_ALLOW_PLAINTEXT"] == "metrics"
+    assert settings["KVPOOL_SERVE_MAX_SESSIONS"] == "32"
+    assert settings["KVPOOL_SERVE_JOURNAL"] == "/var/lib/kvpool/journal"
+
+
+def test_a_journal_lives_no_longer_than_the_memory_that_it_describes() -> None:
+    server, engines = (
+        find("StatefulSet", f"kvpool-{each}", "claims, no policies")["spec"] for each in ("server", "vllm")
+    )
+    assert [name_of(claim) for claim in server["volumeClaimTemplates"]] == ["journal"]
+    assert "volumeClaimTemplates" not in engines
+    assert {"name": "journal", "emptyDir": {"sizeLimit": "2Gi"}} in engines["template"]["spec"]["volumes"]
 
 
 def test_limits_follow_the_memory_limit() -> None:

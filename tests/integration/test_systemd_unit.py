@@ -91,3 +91,5 @@ def test_what_must_outlive_a_process_stays_accessible() -> None:
     assert "procsubset" not in server, "the journal reads the boot id below /proc/sys"
     assert server["protectsystem"] == worker["protectsystem"] == "strict", "which leaves /dev/shm writable"
     assert worker["killmode"] == "process", "the holder of memory on a GPU is its child"
+    assert worker["runtimedirectorypreserve"] == "restart"
+    assert not {"privatedevices", "protectclock", "deviceallow"} & worker.keys(), "they would take the GPU away"

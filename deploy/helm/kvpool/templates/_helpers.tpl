@@ -118,11 +118,10 @@ replication_token_file: /etc/kvpool/standby/token
 {{- end }}
 {{- end -}}
 
-{{/* Variables of a server: (list . options). Of an option that is given twice the last value counts. */}}
+{{/* Variables of a server: (list . options ...). Of an option that is given twice the last value counts. */}}
 {{- define "kvpool.serverVariables" -}}
-{{- $root := index . 0 -}}
 {{- $all := dict "log_format" "json" "journal" "/var/lib/kvpool/journal" "allow_plaintext" "metrics" -}}
-{{- range $options := list (include "kvpool.limits" $root | fromYaml) (index . 1) $root.Values.server.settings -}}
+{{- range $options := prepend (rest .) (include "kvpool.limits" (first .) | fromYaml) -}}
 {{- range $option, $value := $options }}{{ $_ := set $all $option $value }}{{ end -}}
 {{- end -}}
 {{- range $option, $value := $all }}
@@ -130,11 +129,12 @@ replication_token_file: /etc/kvpool/standby/token
 {{- end }}
 {{- end -}}
 
-{{/* Probes of a server or a lender: its port of metrics. */}}
+{{/*
+Probes of a server or a lender: its port of metrics. Probes of type grpc do not support TLS, and a TCP probe is not enough:
+connections are accepted even if the process hangs. /healthz of a server answers 503 if the event loop was busy for 5 s.
+Not /readyz: a server that waits for another one, or for etcd, must not be killed.
+*/}}
 {{- define "kvpool.probes" -}}
-# Probes of type grpc do not support TLS, and a TCP probe is not enough: connections are accepted even if the process hangs.
-# /healthz of a server answers 503 if the event loop was busy for 5 s. Not /readyz: a server that waits for another one, or
-# for etcd, must not be killed.
 startupProbe:
   httpGet: {path: /healthz, port: {{ . }}}
   periodSeconds: 2
@@ -154,13 +154,13 @@ resources:
   limits: {memory: {{ int64 .Values.server.memoryMiB }}Mi}
 {{- end -}}
 
-{{/* The claim of a journal, which outlives the pod: (list . "server") */}}
+{{/* The claim of the journal of the shared server, which outlives the pod. */}}
 {{- define "kvpool.journalClaim" -}}
-{{- $journal := (index . 0).Values.server.journal -}}
+{{- $journal := .Values.server.journal -}}
 - metadata:
     name: journal
     labels:
-      {{- include "kvpool.selector" . | nindent 6 }}
+      {{- include "kvpool.selector" (list . "server") | nindent 6 }}
   spec:
     accessModes: [ReadWriteOnce]
 {{- with $journal.storageClassName }}
@@ -179,8 +179,18 @@ resources:
 
 {{/* Refuses values that contradict each other. */}}
 {{- define "kvpool.check" -}}
+{{- if not (include "kvpool.isShared" .) -}}
+{{- if not .Values.vllm.enabled }}{{ fail "server.enabled false without vllm.enabled starts nothing" }}{{ end -}}
+{{- $server := .Values.server -}}
+{{- $those := dict "server.settings" $server.settings "server.journal.claim" $server.journal.claim -}}
+{{- $_ := set $those "shard.enabled" .Values.shard.enabled -}}
+{{- $_ := set $those "tls.secretName" .Values.tls.secretName -}}
+{{- $_ := set $those "tokens.secretName" .Values.tokens.secretName -}}
+{{- range $name, $value := $those -}}
+{{- if $value }}{{ fail (printf "%s needs server.enabled: it is for the shared server" $name) }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- if .Values.shard.enabled -}}
-{{- if not (include "kvpool.isShared" .) }}{{ fail "shard.enabled needs server.enabled: a pair is shared" }}{{ end -}}
 {{- if not .Values.shard.etcd }}{{ fail "shard.enabled needs shard.etcd, the addresses of your etcd" }}{{ end -}}
 {{- if and .Values.tokens.secretName (not .Values.shard.standbyTokenSecret) -}}
 {{ fail "shard.enabled with tokens needs shard.standbyTokenSecret" }}
