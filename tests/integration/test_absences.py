@@ -124,10 +124,16 @@ def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> Non
         later.join()
 
 
-def test_a_killed_server_with_a_journal_is_transparent(tmp_path: Path) -> None:
+INSTANTS = ("session.opened:kill:1", "step.decoded:kill:2", "step.answered:kill:2", "session.closed:kill:1")
+
+
+@pytest.mark.parametrize(
+    "instant", ["step.applied:kill:2", *(pytest.param(each, marks=pytest.mark.slow) for each in INSTANTS)]
+)
+def test_a_killed_server_with_a_journal_is_transparent(instant: str, tmp_path: Path) -> None:
     """One client and one session: no call fails, and no change is made twice."""
     address, options = f"unix:{tmp_path / 's'}", ("--journal", tmp_path / "journal")
-    first = CommandLineServer(address, options=options, faults="step.applied:kill:2")
+    first = CommandLineServer(address, options=options, faults=instant)
     restarted: list[CommandLineServer] = []
 
     def restart() -> None:

@@ -12,12 +12,13 @@ from click.testing import CliRunner
 from kvpool.cli.pools import pools
 from kvpool.client import NotFoundError, connect
 from kvpool.client.admin import AdminClient
+from kvpool.core.ranks.messages import HeldTensors
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
 from kvpool.v1.pool_pb2 import PoolState
 from kvpool.wire.errors import from_rpc_error
 from support import processes
 from support.core import block_hashes
-from support.ranks import registration
+from support.ranks import declared, declaring, registration
 from support.server import CommandLineServer, ServerProcess, free_port, pool_config
 from support.waiting import DEADLINE_SECONDS
 from support.wire_ranks import WireRank
@@ -131,6 +132,21 @@ def test_a_recovered_drain_can_be_undone_before_the_ranks_join(journaled: Journa
         rank = WireRank(journaled.address).register(registration(0))
         rank.wait_for("registered")
         assert [pool.state for pool in admin.overview().pools] == [PoolState.POOL_STATE_FORMING], "not drained"
+        rank.cut()
+
+
+def test_ranks_that_declared_their_memory_rejoin_and_others_do_not(journaled: Journaled) -> None:
+    ranks = [WireRank(journaled.address).register(declaring(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank.allocate()
+    ready, _ = (rank.wait_for("ready").ready for rank in ranks)
+    journaled.restart()
+    held = HeldTensors(ready.epoch, ready.num_blocks)
+    other = declaring(0, memory=declared(fingerprint=(("model", "other"),)), held=held)
+    assert WireRank(journaled.address).register(other).wait_ended().reason == "RANKS_DISAGREE"
+    back = [WireRank(journaled.address).register(declaring(rank, held=held)) for rank in range(2)]
+    for rank in back:
+        assert rank.wait_for("ready").ready == ready
         rank.cut()
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client, NotFoundError, PoolState, connect
+from kvpool.client import Client, NotFoundError, PoolState, WrongStateError, connect
 from kvpool.client.admin import AdminClient
-from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, engine, lender_process
+from kvpool.lending.lender_client import connect_lender
+from support.lending import BLOCK_BYTES, NUM_BLOCKS, LenderProcess, declared_with, engine, lender_process
 from support.server import pool_config, running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
 from support.workers import ready
@@ -145,6 +146,18 @@ def test_an_engine_that_unmaps_the_memory_keeps_its_session_and_hits_what_it_had
         sleeper("map_again")
         assert sleeper("run", "c", [*PROMPT, 7])["hit"] == len(PROMPT)
         assert sleeper("check", "c", [*PROMPT, 7]) == 0
+
+
+@pytest.mark.slow
+def test_memory_is_not_replaced_under_an_engine_that_may_map_it_again(server: str, lender: LenderProcess) -> None:
+    with engine(server, lender.address) as sleeper:
+        sleeper("run", "a", PROMPT)
+        sleeper("unmap")
+        for _ in range(2):
+            with pytest.raises(WrongStateError, match=r"num_blocks: 16, the memory that other processes use has 32"):
+                connect_lender(lender.address, "m").map(declared_with(16), DEADLINE_SECONDS)
+        sleeper("map_again")
+        assert sleeper("run", "b", [*PROMPT, 9])["hit"] == len(PROMPT)
 
 
 @pytest.mark.slow

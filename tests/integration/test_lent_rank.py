@@ -1,12 +1,12 @@
 """A rank that lends its memory, in this process, with a real server; and its socket."""
 
 import asyncio
+import contextlib
 import errno
 import os
 import shutil
 import socket
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -192,11 +192,32 @@ def test_memory_whose_file_was_replaced_is_dropped(server: str, folder: MemoryFo
 # The socket.
 
 
-@contextmanager
+@contextlib.contextmanager
 def bound(path: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(path))
         yield other
+
+
+def test_the_socket_replaces_one_without_a_listener(folder: MemoryFolder) -> None:
+    path = folder.path / "socket"
+    with bound(path):
+        pass
+    with listening(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert not path.exists()
+
+
+def test_the_socket_of_a_later_lender_is_not_removed(folder: MemoryFolder) -> None:
+    path = folder.path / "socket"
+    with contextlib.ExitStack() as later:
+        with listening(path):
+            path.unlink()
+            later.enter_context(listening(path))
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(path))
+    assert not path.exists()
 
 
 def test_the_socket_replaces_nothing_else(folder: MemoryFolder) -> None:

@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from types import CodeType
 from typing import Any, Final, NamedTuple
 
@@ -81,17 +82,17 @@ def _processes_that_exit_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_is_not_recorded_and_without_a_journal_the_pool_begins_a_new_epoch() -> None:
-    seen = set[CodeType]()
+    seen, with_journal = set[CodeType](), cycle((True, True, False, False))  # both moments of a function alike
     for config in CONFIGS:
         changes = _changes(config)
         for i, change in enumerate(changes):
             for function, moment in _new(called_functions(partial(change.made_in, _after(changes[:i]))), seen):
                 state = _after(changes[:i])
-                recorder = _Recorder()
+                recorder = _Recorder() if next(with_journal) else None
                 epoch, parts = state.pools.get("m").epoch if i else 0, _components(state, recorder)
                 with pytest.raises(ChangeFailedError), failing(function, moment):
                     change.made_in(parts.executor)
-                assert recorder.num_bugs == 1
+                assert recorder is None or recorder.num_bugs == 1
                 if "m" in state.pools:
                     _check_new(state, state.pools.get("m"), epoch)
                 _check_usable(parts, changes[0])

@@ -1,7 +1,7 @@
 """Transcripts: a command per line that begins with `>`, then what it does; `#` begins a comment.
 
 `KVPOOL_REWRITE=1 pytest FILE` writes what commands do now into the transcripts of a test. Read each difference before
-it is committed.
+it is committed. A test whose transcript was written so fails once.
 """
 
 import os
@@ -27,14 +27,14 @@ def replay(transcript: str, execute: Execute) -> str:
 
 
 def check(path: Path, execute: Execute) -> None:
-    """Compares a transcript with what its commands do now."""
+    """Compares a transcript, which has commands, with what they do now."""
     transcript = path.read_text()
+    assert any(line.startswith(">") for line in transcript.splitlines()), f"{path} has no command"
     replayed = replay(transcript, execute)
     if os.environ.get("KVPOOL_REWRITE"):
         path.write_text(replayed)
-    else:
-        difference = unified_diff(transcript.splitlines(), replayed.splitlines(), str(path), "now", n=2, lineterm="")
-        assert replayed == transcript, "\n".join(difference)
+    difference = unified_diff(transcript.splitlines(), replayed.splitlines(), str(path), "now", n=2, lineterm="")
+    assert replayed == transcript, "\n".join(difference)
 
 
 def arguments(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:

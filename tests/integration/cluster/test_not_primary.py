@@ -215,6 +215,18 @@ async def first_result(server: ReplicatedServer) -> object:
     return await call.read()
 
 
+async def result_of_a_step_sent_again(server: ReplicatedServer) -> object:
+    """The result of a step that was confirmed before."""
+    server.is_confirming = True
+    session = await open_session(server)
+    call = schedule(server)
+    await call.write(step(session.session_id, 1))
+    await call.read()
+    server.is_confirming = False
+    await call.write(step(session.session_id, 1))
+    return await call.read()
+
+
 async def first_of_watch(server: ReplicatedServer) -> object:
     request = event_pb2.WatchRequest(pool_name="m", protocol_version=PROTOCOL_VERSION)
     return await server.events.Watch(request, timeout=DEADLINE_SECONDS).read()
@@ -227,6 +239,7 @@ WAITING: dict[str, Callable[[ReplicatedServer], Awaitable[object]]] = {
     "an error of a read": lambda server: error_of(get_pool(server, "unknown")),
     "an error of a change": lambda server: error_of(create(server, "")),
     "the result of a step": first_result,
+    "the result of a step that is sent again": result_of_a_step_sent_again,
     "a message of a watch": first_of_watch,
     "a message to a rank": lambda server: joined(server, registration_to_proto("ranked", registration(0, 1))),
 }

@@ -12,10 +12,13 @@ from typing import Self
 import pytest
 
 from kvpool.client import (
+    AbortedError,
     FullAttentionSpec,
     KVCacheGroup,
     KvpoolError,
     PoolConfig,
+    PoolState,
+    PrefixIndex,
     Session,
     connect,
 )
@@ -29,6 +32,7 @@ from support.etcd import EtcdCluster, etcd_cluster, needs_etcd
 from support.pair import Pair
 from support.paths import ROOT
 from support.waiting import DEADLINE_SECONDS
+from support.workers import ready, worker_processes
 
 pytestmark = needs_etcd
 
@@ -147,6 +151,66 @@ def test_a_killed_primary_is_replaced_block_for_block(etcd: EtcdCluster, tmp_pat
         killed.start()
         assert pair.wait_in_sync() > term
         assert pair.standby() is killed
+
+
+@pytest.mark.slow
+def test_ranks_stay_and_their_pool_is_never_suspended(etcd: EtcdCluster, tmp_path: Path) -> None:
+    with a_pair(etcd, tmp_path, *PATIENT) as pair, worker_processes(tmp_path) as workers:
+        pair.start()
+        ranks = [workers.start(pair.seeds, rank, 2) for rank in range(2)]
+        for rank in ranks:
+            rank.wait_for(ready(r"\d+"))
+        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+            work = Work(client.open_session("m", lease_seconds=300))
+            for _ in range(2):
+                killed = pair.primary()
+                killed.kill()
+                with AdminClient(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as admin:
+                    (pool,) = admin.overview().pools
+                assert (pool.state, pool.epoch) == (PoolState.POOL_STATE_READY, work.session.epoch)
+                work.step()
+                killed.start()
+                pair.wait_in_sync()
+        for rank in ranks:
+            assert rank.is_alive
+            assert sum("rank ready" in line for line in rank.lines) == 1
+        logs = [*(rank.log for rank in ranks), *(each.log for server in pair.servers for each in server.processes)]
+        assert not [log for log in logs if "pool degraded" in log or "epoch passed" in log]
+
+
+@pytest.mark.slow
+def test_a_watch_of_events_goes_on(etcd: EtcdCluster, tmp_path: Path) -> None:
+    with working(etcd, tmp_path) as (pair, work), connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+        index, watch = PrefixIndex(), client.watch("m", snapshot=True, heartbeat_seconds=1.0)
+
+        def follow(name: str, token: int) -> None:
+            request = work.session.request(name, token_ids=[token] * 160)
+            assert work.session.admit(request)
+            work.session.mark_executed()
+            while index.num_prefix_blocks(request.hashes) < 10:
+                index.apply(next(watch))
+
+        follow("before", 1)
+        pair.wait_in_sync()
+        pair.primary().kill()
+        follow("after", 2)
+
+
+@pytest.mark.slow
+def test_the_loss_of_both_states_is_told(etcd: EtcdCluster, tmp_path: Path) -> None:
+    with working(etcd, tmp_path) as (pair, work):
+        for server in pair.servers:
+            server.kill()
+        for path in (path for server in pair.servers for path in server.folder.iterdir()):
+            if path.name != "member":  # they keep their identity
+                path.unlink()
+        pair.start()
+        with pytest.raises(AbortedError) as caught:
+            work.step()
+        assert caught.value.reason == "JOURNAL_DROPPED"
+        with connect(pair.seeds, deadline_seconds=DEADLINE_SECONDS) as client:
+            client.create_pool(CONFIG)
+            assert client.open_session("m").epoch > work.session.epoch
 
 
 @pytest.mark.slow

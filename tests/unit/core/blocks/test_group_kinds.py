@@ -202,6 +202,24 @@ def lookup(world: World, session: Session, number: int, content: str, num_tokens
     return [result.block_ids[:first], result.block_ids[first : first + second]]
 
 
+def test_another_session_hits_mixed_groups_only_after_execution() -> None:
+    world, session = mixed_world()
+    other = world.open()
+    assert lookup(world, other, 1, "abcdeX", 24) == [[], []]
+    world.executed(session)
+    assert lookup(world, other, 2, "abcdeX", 24) == [[1, 2, 3, 4, 5], [0, 0, 0, 10, 11]]
+    result = world.run(other, Operation.LOOKUP, request_numbers=[2])
+    assert (result.num_hit_tokens, result.num_shared_hit_tokens) == ([20], [20])
+
+
+def test_an_ended_session_withdraws_unexecuted_blocks_of_all_groups() -> None:
+    world, session = mixed_world()
+    world.allocate(session, 1, 1)
+    world.allocator.close_session(session.session_id, world.now_seconds)
+    assert (len(world.pool.blocks.prefix_map), world.pool.blocks.num_free_blocks) == (0, 39)
+    assert lookup(world, world.open(), 1, "abcdeX", 24) == [[], []]
+
+
 @pytest.mark.parametrize(
     ("hit_blocks", "words"),
     [

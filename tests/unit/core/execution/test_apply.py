@@ -86,6 +86,30 @@ def test_blocks_are_private_to_their_session_until_their_step_is_executed(world:
     assert world.admit(third, 2, "abcd", 17).num_hit_tokens == [16]
 
 
+def test_reported_execution_does_not_publish_the_new_contents_of_an_evicted_block(
+    world: World, one: Session, other: Session
+) -> None:
+    world.admit(one, 1, "a", 4)
+    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
+    world.free(one, 1)
+    assert world.admit(one, 2, "b", 4).block_ids == [1]
+    world.executed(one, 3)  # all but the last
+    assert world.num_found(other, "b") == 0
+
+
+def test_a_block_of_a_hit_refilled_by_another_session_is_private_until_executed() -> None:
+    world, one = opened(3)
+    other = world.open()
+    world.admit(one, 1, "a", 4)
+    world.executed(one)
+    assert world.declare(other, LOOKUP, 1, "a", 5).block_ids == [1]
+    world.run(one, Operation.EVICT, num_block_ids=[1], block_ids=[1])
+    world.free(one, 1)
+    assert world.admit(one, 2, "a", 4).block_ids == [1]  # with the same contents, not yet executed
+    changed = world.allocate(other, 1, 1, hit=[[1]])
+    assert (changed.outcomes, changed.block_ids) == ([Outcome.HIT_CHANGED], [])
+
+
 def test_ending_a_session_hides_its_unexecuted_blocks(world: World, one: Session, other: Session) -> None:
     world.admit(one, 1, "abc", 13)
     world.admit(one, 2, "xyz", 13, executed=1)

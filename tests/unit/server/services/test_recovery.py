@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvpool.core.commands import OpenEpoch
+from kvpool.core.commands import OpenEpoch, SuspendPool
 from kvpool.core.errors import AbortedError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.ranks.messages import RankGroup
@@ -23,14 +23,16 @@ NAME = PoolName("m")
 CONFIG = ServerConfig(max_pool_blocks=100, max_pools=10, rank_timing=TIMING)
 
 
-async def recovered(world: RankGroup) -> Components:
+async def recovered(world: RankGroup, *, expects_ranks: bool = False, was_suspended: bool = False) -> Components:
     """Recovers a pool in epoch 1 with a session and a rank group."""
     state = DrivenState()
     state.open_epoch(config(), b"n" * 32, 1)
     state.open_session("m", "", 10.0, session_id=SessionId("s"), now_seconds=0.0)
     state.keep_rank_group(NAME, world)
+    if was_suspended:
+        state.execute(SuspendPool(NAME), 0.0)
     parts = Components(CONFIG, state)
-    parts.restore()
+    parts.restore(expects_ranks=expects_ranks)
     return parts
 
 
@@ -42,6 +44,24 @@ async def test_ranks_are_lost_until_they_are_back() -> None:
     assert parts.pools.describe("m").state == pool_pb2.POOL_STATE_DEGRADED
     assert parts.state.pools.get("m").is_suspended
     parts.sessions.find("s")
+
+
+@pytest.mark.parametrize(
+    ("was_suspended", "rank_state", "pool_state"),
+    [
+        (False, pool_pb2.RANK_STATE_READY, pool_pb2.POOL_STATE_READY),
+        (True, pool_pb2.RANK_STATE_LOST, pool_pb2.POOL_STATE_DEGRADED),
+    ],
+)
+async def test_a_pool_whose_ranks_are_expected_serves_if_it_served(
+    *, was_suspended: bool, rank_state: int, pool_state: int
+) -> None:
+    gathering = Gathering()
+    gathering.form()
+    parts = await recovered(gathering.members.rank_group(), expects_ranks=True, was_suspended=was_suspended)
+    described = parts.pools.describe("m")
+    assert [rank.state for rank in described.ranks] == [rank_state] * 2
+    assert (described.state, parts.state.pools.get("m").is_suspended) == (pool_state, was_suspended)
 
 
 async def test_an_epoch_that_had_passed_before_the_end_is_passed() -> None:
