@@ -108,7 +108,7 @@ def test_requests_with_a_connector_are_computed_again_after_a_reset(
 
 def test_a_router_learns_of_the_reset_of_its_engine_alone(address: str, tmp_path: Path) -> None:
     endpoints = [f"ipc://{tmp_path}/{i}" for i in range(2)]
-    engines = [shared(address, tmp_path, "told", replace(SETUP, events_endpoint=each)) for each in endpoints]
+    engines = [shared(address, tmp_path, "reset", replace(SETUP, events_endpoint=each)) for each in endpoints]
     engines[0].run("a", PROMPT)
 
     def count_cleared() -> list[int]:

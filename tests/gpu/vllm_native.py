@@ -150,8 +150,8 @@ def _check_equal(found: Any, expected: Any, what: str) -> None:
 def _check_pools(found: Found) -> None:
     """The service has counted the hits that users see."""
     served, lent = found.pools[_SERVED], found.pools[LENT.name]
-    told = [*found.rounds[OWN.name], found.bursts[OWN.name]]
-    _check_equal(served.prefix_cache.hits_tokens, sum(map(_hits, told)), "hits of vllm serve on kvpool")
+    answers = [*found.rounds[OWN.name], found.bursts[OWN.name]]
+    _check_equal(served.prefix_cache.hits_tokens, sum(map(_hits, answers)), "hits of vllm serve on kvpool")
     _check_equal((served.sessions, lent.sessions), (1, 2), "sessions")
     shared_tokens, first = lent.prefix_cache.shared_hits_tokens, _hits(found.rounds["first"][0])
     assert shared_tokens >= first > 0, f"{shared_tokens} hit tokens that another process has computed, not {first}"

@@ -235,7 +235,7 @@ def test_remove_pool_frees_the_name(client: Client) -> None:
 
 
 def test_an_unreachable_server_is_reported_on_one_line(tmp_path: Path) -> None:
-    assert "UNAVAILABLE" in refusal("pools", "--address", f"unix:{tmp_path}/nobody")
+    assert "UNAVAILABLE" in refusal("pools", "--address", f"unix:{tmp_path}/no-server")
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ def arguments(tmp_path: Path) -> list[object]:
     path = tmp_path / "layers-of-four.json"
     window = LAYER | {"type": "SlidingWindowSpec", "sliding_window": 64}
     path.write_text(json.dumps({"layers": {f"l.{i}": (LAYER, window)[i % 2] for i in range(4)}}))
-    nobody = f"unix:{tmp_path}/nobody"
+    server = f"unix:{tmp_path}/no-server"
     model = ("--layers", path, "--max-model-len", 1024)
-    return ["worker", "--server", nobody, "--pool", "m", "--rank", 0, "--device", "cpu", *model]
+    return ["worker", "--server", server, "--pool", "m", "--rank", 0, "--device", "cpu", *model]
 
 
 def test_ranks_form_a_pool_that_serves_and_leave_it(server: str, workers: Workers) -> None:

@@ -22,7 +22,7 @@ _numbers = count()
 
 
 @dataclass(frozen=True)
-class Told:
+class Outcome:
     """The results of a scheduler, and the final state of the pool."""
 
     answers: tuple[object, ...]
@@ -85,7 +85,7 @@ class Network:
         self._folder = folder
         self.retries = 0
 
-    async def run(self, fault: Fault, *, sync: bool = False, **at: int) -> tuple[Told, Proxy]:
+    async def run(self, fault: Fault, *, sync: bool = False, **at: int) -> tuple[Outcome, Proxy]:
         name = f"p{next(_numbers)}"
         self._direct.create_pool(pool_config(name))
         async with Proxy(self._folder / name, self._address, fault, **at).running() as proxy:
@@ -97,9 +97,9 @@ class Network:
         self.retries += info.activity.retries
         info.ClearField("config")
         info.activity.retries = 0
-        return Told(answers, info), proxy
+        return Outcome(answers, info), proxy
 
-    async def run_all(self, fault: Fault, expected: Told, link: Link, *, stride: int, sync: bool = False) -> int:
+    async def run_all(self, fault: Fault, expected: Outcome, link: Link, *, stride: int, sync: bool = False) -> int:
         """Applies the fault at every `stride`th byte in each direction. Returns the number of conversations."""
         gate = asyncio.Semaphore(AT_ONCE)
 

@@ -177,7 +177,7 @@ def test_once_prints_a_view_or_a_json_object(address: str) -> None:
 
 
 def test_once_reports_an_unreachable_server_on_one_line(tmp_path: Path) -> None:
-    done = kvpool("top", "--once", "--address", f"unix:{tmp_path}/nobody")
+    done = kvpool("top", "--once", "--address", f"unix:{tmp_path}/no-server")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "UNAVAILABLE" in done.stderr
 

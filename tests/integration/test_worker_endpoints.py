@@ -113,7 +113,7 @@ def test_endpoints_answer_from_before_the_server_starts_until_the_rank_ends(work
 
 @pytest.mark.slow
 def test_an_address_in_use_ends_the_worker_with_one_line(workers: Workers, tmp_path: Path) -> None:
-    address = f"unix:{tmp_path}/nobody"
+    address = f"unix:{tmp_path}/no-server"
     first = workers.start(address, 0, 1, *FLAGS)
     for what in ("metrics", "health"):
         where = listens_on(first, what)

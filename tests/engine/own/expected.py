@@ -1,6 +1,6 @@
 """Which of vLLM's own tests run, and which of them are expected to fail, each with a reason: own_tests.toml.
 
-What the file says of one version of vLLM names the version; everything else is said of all versions.
+An entry that names a version of vLLM applies to that version, all others to every version.
 """
 
 import tomllib

@@ -57,7 +57,7 @@ def new_name() -> str:
 
 
 def note_use(of: str) -> None:
-    """Notes that a test uses kvpool: by the name of a pool, or of a function."""
+    """Records the name of a pool or function of kvpool that a test uses."""
     _uses.append(of)
 
 

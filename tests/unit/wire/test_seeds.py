@@ -58,7 +58,7 @@ class SeedsTranscript:
 
     def _failed(self, error: errors.KvpoolError, *at: str) -> list[str]:
         pause_seconds = self.search.failed(at[0] if at else self.book.target, error)
-        return ["is final" if pause_seconds is None else f"goes on in {pause_seconds:g} s"]
+        return ["is final" if pause_seconds is None else f"tries again in {pause_seconds:g} s"]
 
 
 def test_the_search_does_what_the_transcript_shows() -> None:

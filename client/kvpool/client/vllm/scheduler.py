@@ -135,7 +135,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         super().add_request(request)
 
     def kvpool_load_lora(self, lora: Any) -> None:
-        """Notes that vLLM is about to load a LoRA. Requests that are running with its previous weights stop caching."""
+        """Records a LoRA that vLLM is about to load. Running requests that use its previous weights stop caching."""
         users = (each.lora_request for each in self.requests.values() if each.lora_request)
         is_replaced = self.kvpool_loras and self.kvpool_loras.load(lora)
         if is_replaced and any(each.lora_int_id == lora.lora_int_id for each in users):
@@ -151,7 +151,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 forget_weights(self.kv_cache_manager)
 
     def kvpool_load_weights(self) -> None:
-        """Notes that vLLM is about to load other weights. A user who has set their version sets the next one, too."""
+        """Records that vLLM is about to load other weights, unless the user sets the versions of weights."""
         if not self._kvpool_settings.weights_version:
             forget_weights(self.kv_cache_manager)
 

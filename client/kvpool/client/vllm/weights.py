@@ -162,7 +162,7 @@ class LoRAs:
         self._loaded: dict[int, tuple[str, Files | str, str]] = {}
 
     def load(self, lora: Any) -> bool:
-        """Notes that vLLM is about to load a LoRA, unless it is loaded. Returns whether its weights are replaced."""
+        """Records a LoRA that vLLM is about to load. Returns whether it replaces the weights of one that is loaded."""
         before = self._loaded.get(lora.lora_int_id)
         if before and not lora.load_inplace:
             return False
