@@ -70,14 +70,17 @@ def pool_figures(
     )
 
 
-def pool_info(
-    pool: KVCacheManager, state: PoolState, event_sequence: int, namespace: bytes | None = None
-) -> pool_pb2.PoolInfo:
-    """Describes a pool as `pool_figures` does, with its whole configuration but the none_hash."""
-    info = pool_figures(pool, state, event_sequence, namespace)
+def pool_info(pool: KVCacheManager, state: PoolState, event_sequence: int) -> pool_pb2.PoolInfo:
+    """Describes a pool as `pool_figures` does, with its whole configuration."""
+    info = pool_figures(pool, state, event_sequence)
+    add_configuration(info, pool)
+    return info
+
+
+def add_configuration(info: pool_pb2.PoolInfo, pool: KVCacheManager) -> None:
+    """Adds the whole configuration of a pool, but the none_hash, and the id of its memory."""
     info.config.CopyFrom(wire_pools.config_to_proto(pool.config, with_none_hash=False))
     info.memory_id = pool.memory_id
-    return info
 
 
 def _group(pool: KVCacheManager, group_id: GroupId, *, hides_scopes: bool) -> pool_pb2.GroupInfo:

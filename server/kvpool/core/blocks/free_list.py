@@ -338,11 +338,12 @@ class FreeList:
 
     def _unpark(self, holder: SessionNumber, number: int) -> bool:
         """Makes a chunk no longer parked. Returns whether it was."""
-        parked: dict[int, Chunk] = self._parked.get(holder, OrderedDict())
-        was_parked = parked.pop(number, None) is not None
-        if was_parked and not parked:
+        parked = self._parked.get(holder)
+        if parked is None or parked.pop(number, None) is None:
+            return False
+        if not parked:
             del self._parked[holder]
-        return was_parked
+        return True
 
     def hold(self, block_ids: Sequence[BlockId]) -> int:
         """Adds one reference to each block, and removes free ones from the list; returns how many were free."""
@@ -467,7 +468,7 @@ class FreeList:
                 chunk = Chunk(range(self.num_blocks - length, self.num_blocks))  # type: ignore[arg-type]  # as above
             if chunk.num_free:
                 self._chunks[number] = self._order[number] = chunk
-        self.num_free = sum(chunk.num_free for chunk in self._chunks.values())
+        self.num_free = self.num_in_chunks
         num_free = [count <= 0 for count in column].count(True) + self.num_blocks - len(column)
         if len(column) != len(all_ids) or num_free != self.num_free + 1:
             raise ValueError("blocks of the free list are missing")

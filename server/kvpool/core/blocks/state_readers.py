@@ -30,6 +30,8 @@ class StateReaders:
 
     def record(self, request: Request) -> None:
         """Records what the most recent step of a request reads. Call it after each change of the request."""
+        if not self._managers:  # no hit waits for a reader
+            return
         recorded = self._by_request.pop(request, None)
         if recorded:
             step, keys = recorded

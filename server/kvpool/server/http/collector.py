@@ -104,7 +104,7 @@ class StatusCollector:
         infos: list[PoolInfo] = []
         num_ranks = 0
         for name in names:
-            if name in self._parts.pools.names():  # it may be removed meanwhile
+            if name in self._parts.pools.memberships or name in self._parts.state.pools:  # it may be removed meanwhile
                 info = self._parts.pools.figures(name, max(MAX_RANKS - num_ranks, 0), MAX_PROCESSES)
                 num_ranks += len(info.ranks)
                 infos.append(info)

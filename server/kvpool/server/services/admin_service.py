@@ -228,7 +228,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.HandOverResponse(term=now.term, primary_addresses=now.addresses)
 
     def _describe(self, pool: KVCacheManager, session: Session) -> admin_pb2.SessionInfo:
-        return picture.session_info(pool, session, self._parts.executor.clock.now_seconds())
+        return picture.session_info(pool, session, self._parts.clock.now_seconds())
 
     def _open_pool(self, name: str) -> KVCacheManager:
         self._parts.pools.check_formed(name)

@@ -182,9 +182,7 @@ class Pools:
         if membership:
             info.fingerprint.update(dict(membership.registry.fingerprint))
         if info.config.num_blocks:
-            pool = self._state.pools.get(name)
-            info.config.CopyFrom(wire_pools.config_to_proto(pool.config, with_none_hash=False))
-            info.memory_id = pool.memory_id
+            picture.add_configuration(info, self._state.pools.get(name))
         return info
 
     def figures(self, name: str, max_ranks: int | None = None, max_processes: int | None = None) -> pool_pb2.PoolInfo:
