@@ -51,14 +51,14 @@ def text_option(flag: str, metavar: str, text: str, **attributes: Any) -> Option
     return click.option(flag, show_default=bool(attributes["default"]), metavar=metavar, help=text, **attributes)
 
 
-def enum_option(flag: str, kind: type[Enum], default: Enum | None, text: str) -> Option:
+def enum_option(flag: str, kind: type[Enum], default: Enum, text: str) -> Option:
     """Makes an option whose value is a member of an enum, given by the member's value."""
 
-    def member(_ctx: click.Context, _param: click.Parameter, value: str | None) -> Enum | None:
-        return None if value is None else kind(value)
+    def member(_ctx: click.Context, _param: click.Parameter, value: str) -> Enum:
+        return kind(value)
 
     choice = click.Choice([each.value for each in kind])
-    return click.option(flag, type=choice, default=default and default.value, callback=member, help=text)
+    return click.option(flag, type=choice, default=default.value, callback=member, help=text)
 
 
 @contextmanager

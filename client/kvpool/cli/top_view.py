@@ -203,16 +203,15 @@ def _sessions(screen: Screen, sample: Sample, max_lines: int) -> list[Text]:
     total = sum(info.sessions for info in sample.overview.pools)
     if not sample.sessions or max_lines < 2:  # noqa: PLR2004 - a heading and a session
         return []
-    ordered = sample.sessions
     names_width = max(screen.width - _SESSION_FIGURES, 16)
-    longest = max(len(info.pool_name) for info in ordered)
+    longest = max(len(info.pool_name) for info in sample.sessions)
     pool_width = min(max(longest, len("POOL")), names_width * 2 // 5)
     client_width = names_width - pool_width
     heading = (
         f"{'NO.':>5} {'POOL':<{pool_width}} {'CLIENT':<{client_width}} {'RUN':>5} {'WAIT':>5} {'BLOCKS':>7}"
         f" {'STEP/S':>6} {'AGE':>6} {'IDLE':>6}"
     )
-    rows = [_session(screen, info, sample, pool_width, client_width) for info in ordered]
+    rows = [_session(screen, info, sample, pool_width, client_width) for info in sample.sessions]
     more = total - len(sample.sessions) if total > MAX_SESSIONS else 0
     return [_line(screen, heading, "reverse"), *_cut(rows, max_lines - 1, screen, "sessions", more)]
 

@@ -99,8 +99,8 @@ def check_services(vllm_config: Any) -> None:
     log_with_vllm()
     parallel_config = vllm_config.parallel_config
     first = parallel_config.data_parallel_rank
-    for index in range(first, first + parallel_config.data_parallel_size_local):
-        settings = Settings.of_replica(vllm_config, index)
+    replicas = [Settings.of_replica(vllm_config, first + i) for i in range(parallel_config.data_parallel_size_local)]
+    for settings in replicas:
         _log.info(
             "engine uses kvpool",
             extra={
@@ -111,8 +111,8 @@ def check_services(vllm_config: Any) -> None:
             },
         )
         _ask(settings, vllm_config)
-        if settings.shares_memory and not settings.weights_version:
-            identify_weights(vllm_config)
+    if any(each.shares_memory and not each.weights_version for each in replicas):
+        identify_weights(vllm_config)
 
 
 def _is_api_server() -> bool:

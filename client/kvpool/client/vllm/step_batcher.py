@@ -88,7 +88,7 @@ class StepBatcher:
         windowed: Whether allocations depend on the tokens in flight.
     """
 
-    def __init__(self, session: Session, scheduler: Any, *, is_private: bool = False) -> None:
+    def __init__(self, session: Session, scheduler: Any, *, is_private: bool) -> None:
         self.requests: dict[str, Request] = {}
         self.admitted: dict[str, Answer] = {}
         self.tokens_left = 0
