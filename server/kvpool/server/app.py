@@ -5,6 +5,7 @@ import logging
 import random
 import secrets
 import signal
+import socket
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Final
@@ -315,25 +316,47 @@ async def serve(
     Returns:
         Whether the process should start again, as a standby.
     """
-    loop = asyncio.get_running_loop()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:  # a signal during the recovery is ignored, not fatal
-        loop.add_signal_handler(number, lambda: None)
+    # not a loop's `add_signal_handler`: where that ends, the next signal ends the process with a failure
+    signals, writer = socket.socketpair()
+    with signals, writer:
+        writer.settimeout(0)  # the wake-up file must not block
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        _handle_signals(lambda *_: None)
+        try:
+            restarts = await _serve_until_over(config, ready, faults, signals)
+        finally:
+            signal.set_wakeup_fd(-1)
+    if not restarts:
+        _handle_signals(signal.SIG_IGN)
+    return restarts
+
+
+async def _serve_until_over(
+    config: ServerConfig, ready: Callable[[list[str]], None] | None, faults: FaultPoints, signals: socket.socket
+) -> bool:
     raise_file_limit()
     keep_freed_memory()
     server = Server(config, faults)
-    for number in numbers:
-        loop.add_signal_handler(number, server.components.shutdown.on_signal, config.drain_seconds)
-    addresses = await server.start()
-    collect_old_garbage_rarely()
-    if ready:
-        ready(addresses)
-    if await server.run_until_over():
-        return True
-    for number in numbers:  # another signal while Python exits would make the exit status a failure
-        loop.remove_signal_handler(number)
-        signal.signal(number, signal.SIG_IGN)
-    return False
+
+    def on_signals() -> None:
+        for _ in signals.recv(64):
+            server.components.shutdown.on_signal(config.drain_seconds)
+
+    loop = asyncio.get_running_loop()
+    loop.add_reader(signals, on_signals)
+    try:
+        addresses = await server.start()
+        collect_old_garbage_rarely()
+        if ready:
+            ready(addresses)
+        return await server.run_until_over()
+    finally:
+        loop.remove_reader(signals)
+
+
+def _handle_signals(handler: Callable[..., None] | signal.Handlers) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
 
 
 def _journal(config: ServerConfig, new_state: Callable[[], State], faults: FaultPoints) -> Journal | None:
