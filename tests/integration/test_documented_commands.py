@@ -174,7 +174,7 @@ class Reader:
             self._start(command, script, ready)
             return
         done = subprocess.run(
-            [BASH, "-ec", script], env={**os.environ, **self._environment}, timeout=DEADLINE_SECONDS,
+            [BASH, "-ec", script], env={**os.environ, **self._environment}, timeout=5 * DEADLINE_SECONDS,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
