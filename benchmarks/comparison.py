@@ -82,7 +82,7 @@ def decodes_ahead(run: Run) -> None:
 
 
 def streams(run: Run) -> None:
-    """Measures empty steps, and an echo on the same kind of stream as the lower bound."""
+    """Measures empty steps, and an echo of an empty frame as the lower bound."""
     with ExitStack() as stack:
         echo = stack.enter_context(server_child(serve_echo, LOOPBACK))
         turns: dict[tuple[str, str], Workload] = {}

@@ -1,52 +1,51 @@
-"""The lower bound of a step's cost: empty messages both ways, on the same kind of stream as a session's."""
+"""The lower bound of a step's cost: messages as long as an empty frame, both ways, over a socket as a link has."""
 
 import asyncio
-import queue
+import socket
 from collections.abc import Callable
 from typing import Final
 
-import grpc
-
 from benchmarks.workloads import Micros, Stopwatch
-from kvpool.server.config import ServerConfig
-from kvpool.wire.channels import SESSION_CHANNEL_OPTIONS, server_channel_options
+from kvpool.wire.address import host_and_port
 
-_SERVICE: Final = "benchmarks.Echo"
-_METHOD: Final = "Echo"
+_UNIX: Final = "unix:"
+_MESSAGE: Final = bytes(5)
 
 
 async def serve_echo(addresses: tuple[str, ...], ready: Callable[[list[str]], None]) -> None:
-    """Serves a stream that echoes messages, with the channel options of a kvpool server."""
-    config = ServerConfig(addresses=addresses)
-    limits = config.limits
-    options = server_channel_options(
-        config.max_message_bytes, config.dead_peer_seconds, limits.max_sessions, limits.stall_seconds
-    )
-    server = grpc.aio.server(options=options)
-    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {_METHOD: grpc.stream_stream_rpc_method_handler(_echo)}
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, handlers),))
-    bound = []
+    """Serves connections that echo what they receive."""
+    loop, bound = asyncio.get_running_loop(), []
     for address in addresses:
-        port = server.add_insecure_port(address)
-        bound.append(address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}")
-    await server.start()
+        if address.startswith(_UNIX):
+            await loop.create_unix_server(_Echo, address.removeprefix(_UNIX))
+            bound.append(address)
+        else:
+            host, port = host_and_port("address", address)
+            server = await loop.create_server(_Echo, host, port)
+            bound.append(f"{host}:{server.sockets[0].getsockname()[1]}")
     ready(bound)
-    await asyncio.get_running_loop().create_future()
+    await loop.create_future()
 
 
-async def _echo(_: object, context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
-    while isinstance(message := await context.read(), bytes):
-        await context.write(message)
+class _Echo(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
 
 
 class Echo:
-    """Timed empty round trips on one stream of the synchronous client. See `Workload`."""
+    """Timed round trips over one blocking socket. See `Workload`."""
 
     def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=SESSION_CHANNEL_OPTIONS)
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        method: grpc.StreamStreamMultiCallable[bytes, bytes] = self._channel.stream_stream(f"/{_SERVICE}/{_METHOD}")
-        self._call = method(iter(self._outgoing.get, None))
+        if address.startswith(_UNIX):
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.connect(address.removeprefix(_UNIX))
+        else:
+            self._socket = socket.create_connection(host_and_port("address", address))
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._exchange()
 
     def round(self, count: int) -> Micros:
@@ -58,10 +57,8 @@ class Echo:
 
     def close(self) -> None:
         """See `Workload`."""
-        self._outgoing.put(None)
-        self._call.cancel()
-        self._channel.close()
+        self._socket.close()
 
     def _exchange(self) -> None:
-        self._outgoing.put(b"")
-        next(self._call)
+        self._socket.sendall(_MESSAGE)
+        self._socket.recv(len(_MESSAGE), socket.MSG_WAITALL)

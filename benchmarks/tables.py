@@ -27,7 +27,7 @@ _LABELS: Final = {
     "gemma3_allocate_256": "6 groups: allocate",
     "gemma3_free_256": "6 groups: free",
     "empty_step": "empty step",
-    "echo_stream": "echo on the same kind of stream",
+    "echo_stream": "echo of an empty frame",
     "construct_1M_ms": "make a pool of 1M blocks, ms",
     "bytes_per_block": "memory, bytes per block",
     "traced_bytes_per_block": "... reported by tracemalloc",
@@ -39,10 +39,10 @@ _STAGE_LABELS: Final = {
     "core": "server: validate and apply",
     "encode_result": "server: encode the result",
     "decode_result": "client: decode the result",
-    "transport": "gRPC, kernel, event loop, fair turns",
+    "transport": "link, kernel, event loop, fair turns",
 }
 _SERVER_TIME_LABELS: Final = {
-    "echo": "echo on the same kind of stream",
+    "echo": "echo of an empty frame",
     "empty_step": "empty step",
     "decode_step_64_requests": "decode step of 64 requests",
     "empty_step_journal": "with a journal: empty step",

@@ -27,7 +27,7 @@ from support.waiting import DEADLINE_SECONDS
 
 _PEERS: Final = 400
 _STRANGERS: Final = 256
-_TLS_GREETING: Final = b"\x16\x03\x01\x02\x00\x01"
+TLS_GREETING: Final = b"\x16\x03\x01\x02\x00\x01"
 _HTTP2_PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _SCRAPES: Final = [
     b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nAccept: %b\r\nAccept-Encoding: %b\r\n\r\n" % (accept, encoding)
@@ -39,7 +39,7 @@ _SCRAPES: Final = [
 
 def flood_connections(assault: Assault) -> None:
     """Opens connections that say nothing, half a TLS greeting, or TLS and then nothing, and opens closed ones again."""
-    _flood_port(assault, assault.target.port, b"", _TLS_GREETING, _HTTP2_PREFACE)
+    _flood_port(assault, assault.target.port, b"", TLS_GREETING, _HTTP2_PREFACE)
 
 
 def flood_metrics(assault: Assault) -> None:
@@ -61,7 +61,7 @@ def flood_lender(assault: Assault) -> None:
     path = assault.target.lender.address.removeprefix("unix:")
     hello = encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=2, pool_name="m")))
     greetings = b"", hello[:5], hello
-    _flood(assault, lambda number: _connected(socket.AF_UNIX, path, greetings[number % len(greetings)]))
+    flood(assault, lambda number: connected(socket.AF_UNIX, path, greetings[number % len(greetings)]))
 
 
 def flood_replication(assault: Assault) -> None:
@@ -73,15 +73,15 @@ def flood_replication(assault: Assault) -> None:
 
     def connect(number: int) -> socket.socket:
         if number % 4:
-            return _connected(socket.AF_INET, ("127.0.0.1", target.replication_port), (b"", _TLS_GREETING)[number % 2])
-        peer = _connected(socket.AF_INET, ("127.0.0.1", target.replication_port), b"")
+            return connected(socket.AF_INET, ("127.0.0.1", target.replication_port), (b"", TLS_GREETING)[number % 2])
+        peer = connected(socket.AF_INET, ("127.0.0.1", target.replication_port), b"")
         peer.settimeout(1)
         with contextlib.suppress(OSError):
             peer = tls.wrap_socket(peer, server_hostname="localhost")
             peer.sendall(hellos[number // 4 % len(hellos)])
         return peer
 
-    _flood(assault, connect)
+    flood(assault, connect)
 
 
 def _bad_hellos(target: ShardTarget) -> list[bytes]:
@@ -124,10 +124,11 @@ def connect(target: Target) -> None:
 
 def _flood_port(assault: Assault, port: int, *greetings: bytes) -> None:
     address = ("127.0.0.1", port)
-    _flood(assault, lambda number: _connected(socket.AF_INET, address, greetings[number % len(greetings)]))
+    flood(assault, lambda number: connected(socket.AF_INET, address, greetings[number % len(greetings)]))
 
 
-def _flood(assault: Assault, connect: Callable[[int], socket.socket]) -> None:
+def flood(assault: Assault, connect: Callable[[int], socket.socket]) -> None:
+    """Opens numbered connections one after the other, and closes the oldest of more than 400."""
     peers: list[socket.socket] = []
     for number in count(1):
         if assault.is_over.wait(0.001):
@@ -139,7 +140,8 @@ def _flood(assault: Assault, connect: Callable[[int], socket.socket]) -> None:
         peer.close()
 
 
-def _connected(family: socket.AddressFamily, address: str | tuple[str, int], greeting: bytes) -> socket.socket:
+def connected(family: socket.AddressFamily, address: str | tuple[str, int], greeting: bytes) -> socket.socket:
+    """A connection, if there is one in time, on which the greeting was sent if it was taken in time."""
     peer = socket.socket(family)
     peer.settimeout(0)
     with contextlib.suppress(OSError):

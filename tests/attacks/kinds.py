@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from attacks import files, floods, lending, memory, shards, shares, steps
+from attacks import files, floods, lending, links, memory, shards, shares, steps
 from attacks.attack import Attack
 from attacks.lending import LendingTarget
 from attacks.shards import ShardTarget
@@ -28,6 +28,10 @@ ATTACKS: Final = {
     "held_chunks": Attack(steps.hold_chunks),
     "sampled_hashes": Attack(steps.sample_hashes),
     "fresh_states": Attack(steps.hit_states),
+    "links": Attack(links.flood_links, limit=_FEW_FILES, meanwhile=links.step),
+    "torn_links": Attack(links.send_no_rest, meanwhile=links.step),
+    "unread_links": Attack(links.read_no_answers, meanwhile=links.step),
+    "far_ahead": Attack(links.send_far_ahead, meanwhile=links.step),
     "lender": Attack(floods.flood_lender, LendingTarget, meanwhile=lending.map_memory),
     "engines": Attack(lending.name_sessions, LendingTarget, meanwhile=lending.map_memory),
     "replication": Attack(floods.flood_replication, ShardTarget, limit=_FEW_FILES, meanwhile=shards.restart_standby),

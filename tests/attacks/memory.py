@@ -79,7 +79,7 @@ def send_refused_messages(assault: Assault) -> None:
         _limited_memory(assault.target, _MESSAGES_GROWTH_BYTES),
         assault.target.connect("attacker") as client,
         assault.target.admin() as admin,
-        _bounded_memory(assault.target),
+        bounded_memory(assault.target),
         assault.target.channel("stranger") as channel,
     ):
         for is_zipped in _until_over(assault, [True, False]):
@@ -98,7 +98,7 @@ def send_empty_strings(assault: Assault) -> None:
         ("Schedule", step.SerializeToString()),
     ]
     del group, config, step
-    with _bounded_memory(assault.target), assault.target.channel("stranger") as channel:
+    with bounded_memory(assault.target), assault.target.channel("stranger") as channel:
         for method, message in _until_over(assault, messages):
             _send_refused(channel, method, message, is_zipped=False)
 
@@ -113,7 +113,7 @@ def watch_without_reading(assault: Assault) -> None:
             session.mark_executed()
             session.free(request)
     snapshot = event_pb2.WatchRequest(pool_name="attacker", snapshot=True)
-    with _bounded_memory(assault.target), assault.target.channel("watcher") as channel:
+    with bounded_memory(assault.target), assault.target.channel("watcher") as channel:
         stub = event_pb2_grpc.EventServiceStub(channel)
         watches: list[grpc.Call] = []
         while not assault.is_over.wait(0.1):
@@ -165,7 +165,7 @@ def _limited_memory(target: Target, growth_bytes: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bounded_memory(target: Target) -> Iterator[None]:
+def bounded_memory(target: Target) -> Iterator[None]:
     """Checks that the memory of the server has not grown much at the end of the block."""
     before = _memory_bytes(target)[1]
     yield

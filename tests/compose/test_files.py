@@ -91,6 +91,12 @@ def test_engines_cannot_write_the_journal_of_their_server() -> None:
         assert journal.endswith(f":{services[server]['environment']['KVPOOL_SERVE_JOURNAL']}")
 
 
+def test_clients_on_this_machine_reach_the_port_of_steps() -> None:
+    server = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]["server"]
+    port = server["environment"]["KVPOOL_SERVE_STEPS_LISTEN"].removeprefix("0.0.0.0:")
+    assert f"127.0.0.1:{port}:{port}" in server["ports"]
+
+
 def test_each_image_is_built_by_one_service() -> None:
     services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"].values()
     built = [service["image"] for service in services if "build" in service]

@@ -278,6 +278,14 @@ def test_a_pair_survives_a_machine_and_an_update() -> None:
     assert [name_of(claim) for claim in pods["volumeClaimTemplates"]] == ["journal"]
 
 
+def test_whoever_may_call_the_server_may_send_steps() -> None:
+    service, policy = (find(kind, "kvpool-server", "shard")["spec"] for kind in ("Service", "NetworkPolicy"))
+    ports = {port["name"]: port["port"] for port in service["ports"]}
+    assert ports["steps"] == ports["grpc"] + 1, "the default of a server"
+    assert [{"port": "grpc"}, {"port": "steps"}] in [rule["ports"] for rule in policy["ingress"]]
+    assert {each["name"]: each["containerPort"] for each in server_container(RENDERED["shard"])["ports"]} == ports
+
+
 def test_a_release_of_engines_has_no_shared_server() -> None:
     assert {name_of(each) for each in RENDERED["engines"]} == {"kvpool-vllm"}
     shared = {(each["kind"], name_of(each)) for each in RENDERED["default"]}

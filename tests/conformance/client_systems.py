@@ -1,7 +1,5 @@
 """The service under test, through sessions of the client and through unary calls."""
 
-import asyncio
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -22,7 +20,6 @@ from kvpool.client import (
     PoolInfo,
     Request,
     Session,
-    aio,
 )
 from kvpool.client.transports import messages
 from kvpool.client.transports.transport import SessionOptions
@@ -291,33 +288,3 @@ class UnarySystem(WatchedSystem):
     def reset(self) -> bool:
         answer = self._send_twice(self._stub.ResetPrefixCache, allocator_pb2.ResetPrefixCacheRequest)
         return bool(answer.reset)
-
-
-class BlockingAio:
-    """Calls an asyncio client in place of `Client` and `Session`. Its loop runs during calls only."""
-
-    def __init__(self, target: Any, runner: asyncio.Runner) -> None:
-        self._target = target
-        self._runner = runner
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._target, name)
-        return self._blocking(method) if inspect.ismethod(method) else method
-
-    def _blocking(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            answer = method(*args, **kwargs)
-            if inspect.isasyncgen(answer):
-                return self._iterate(answer)
-            if asyncio.iscoroutine(answer):
-                answer = self._runner.run(answer)
-            return BlockingAio(answer, self._runner) if isinstance(answer, aio.AsyncSession) else answer
-
-        return call
-
-    def _iterate(self, batches: Any) -> Iterator[Any]:
-        try:
-            while True:
-                yield self._runner.run(anext(batches))
-        finally:
-            self._runner.run(batches.aclose())

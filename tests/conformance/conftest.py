@@ -1,6 +1,6 @@
 """The golden files, and which of them a run replays through which client.
 
-The core replays all in every run. A quick run replays one file through the embedded client, a stream and the
+The core replays all in every run. A quick run replays one file through the embedded client, a link and the
 journal; a slow run a file per mechanism through each client; a complete run each file.
 """
 
@@ -19,10 +19,10 @@ MECHANISMS = [
 
 CLIENTS = [
     "test_embedded",
-    "test_stream",
+    "test_link",
     "test_the_core_answers_as_the_reference_across_restarts",
 ]
-SLOW_CLIENTS = ["test_unary", "test_asyncio"]
+SLOW_CLIENTS = ["test_unary", "test_schedule", "test_node", "test_asyncio"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from conformance.client_systems import BlockingAio, ClientSystem, UnarySystem
+from conformance.client_systems import ClientSystem, UnarySystem
 from conformance.golden import Driver, Schedule
+from conformance.streams import needs_node, node_stream, streaming_client, stub_stream
 from kvpool.client import Client, aio, connect
+from support.blocking_aio import BlockingAio
 from support.server import running_server
 
 
@@ -40,9 +42,21 @@ def test_embedded(schedule: Schedule) -> None:
         run(client, schedule, "embedded")
 
 
-def test_stream(schedule: Schedule, address: str) -> None:
+def test_link(schedule: Schedule, address: str, caplog: pytest.LogCaptureFixture) -> None:
     with connect(address) as client:
-        run(client, schedule, "stream")
+        run(client, schedule, "link")
+    assert "using gRPC" not in caplog.text
+
+
+def test_schedule(schedule: Schedule, address: str) -> None:
+    with stub_stream(address) as exchange, streaming_client(address, exchange) as client:
+        run(client, schedule, "schedule")
+
+
+@needs_node
+def test_node(schedule: Schedule, address: str) -> None:
+    with node_stream(address) as exchange, streaming_client(address, exchange) as client:
+        run(client, schedule, "node")
 
 
 def test_unary(schedule: Schedule, address: str) -> None:

@@ -1,4 +1,4 @@
-"""A real server's port under attack while a scheduler works: all its answers are correct and in time."""
+"""A real server's ports under attack while a scheduler works: all its answers are correct and in time."""
 
 import json
 import statistics
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fuzz import attacks_bytes, attacks_grpc
+from fuzz import attacks_bytes, attacks_grpc, attacks_links
 from fuzz.attacked import Canary, Server, check_alive
 from support.waiting import wait_until
 
@@ -15,7 +15,7 @@ MAX_GROWTH_BYTES = 192 * 2**20
 MAX_ROUND_SECONDS = 30.0
 MAX_FILES_LEFT = 4
 
-ATTACKS = {**attacks_bytes.ATTACKS, **attacks_grpc.ATTACKS}
+ATTACKS = {**attacks_bytes.ATTACKS, **attacks_grpc.ATTACKS, **attacks_links.ATTACKS}
 
 SLOW = {"bombs", "framing", "rapid reset of whole calls", "garbage", "a thousand streams"}
 

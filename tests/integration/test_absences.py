@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from kvpool.client import Client, NotFoundError, connect
+from kvpool.client.transports.grpc import GrpcTransport
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.errors import from_rpc_error
 from support import processes
@@ -98,6 +100,31 @@ def test_a_stopped_scheduler_learns_that_its_lease_expired(server: ServerProcess
         scheduler.communicate()
     assert told.splitlines() == ["LEASE_EXPIRED 0.0", "LEASE_EXPIRED 0.0", "went on"]
     assert client.get_pool("m").activity.sessions_opened == 2
+
+
+def test_an_idle_client_whose_link_was_lost_renews_its_lease_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewals: list[bool] = []
+    call_at = GrpcTransport.call_at
+
+    async def counted(transport: GrpcTransport, method: str, *args: Any) -> tuple[float, Any]:
+        answered = await call_at(transport, method, *args)
+        renewals.append(method == "KeepAlive")
+        return answered
+
+    options = ("--journal", tmp_path / "journal")
+    with CommandLineServer(f"unix:{tmp_path / 's'}", options=options) as server, connect(server.addresses[0]) as client:
+        client.create_pool(pool_config())
+        session = client.open_session("m", lease_seconds=600)
+        session.admit(session.request("r", PROMPT))
+        monkeypatch.setattr(GrpcTransport, "call_at", counted)
+        server.restart()
+        wait_until(lambda: any(renewals), "a renewal")
+        for _ in range(300):
+            client.get_pool("m")
+        assert sum(renewals) < 30
+        assert session.admit(session.request("s", PROMPT))
 
 
 def test_sessions_after_a_killed_server_without_a_journal(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def test_sessions_requests_and_blocks_of_schedulers_at_work(client: Client, admi
         run(b, "q")
         b.request("not sent yet", PROMPT)
         first, second = admin.sessions(pool)
-        assert (first.client_name, first.lease_seconds, first.streaming) == ("a", 60.0, True)
+        assert (first.client_name, first.lease_seconds, first.streaming) == ("a", 60.0, False)
         assert (first.requests, first.running_requests, list(first.held_blocks)) == (1, 1, [11])
         assert first.session_number < second.session_number
         assert 0 <= first.idle_seconds <= first.age_seconds < 60

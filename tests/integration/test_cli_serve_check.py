@@ -70,6 +70,7 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         ("not toml\n", "not TOML"),
         ("grace_seconds = [1]\n", "takes one value"),
         ("listen = 'nowhere'\n", "listen: address 'nowhere': needs host:port or unix:/path"),
+        ("steps_listen = ['s']\n", "steps_listen: address 's': needs host:port or unix:/path"),
         ("max_pools = 0\n", "max_pools: 0 is not in [1, 1048576]"),
         ("check = true\n", "unknown key check"),
         ("metrics_listen = '9464'\n", "metrics_listen: address '9464': needs host:port"),

@@ -3,12 +3,13 @@
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from kvpool.client import Client, KvpoolError, WrongStateError, aio, connect
 from kvpool.client.admin import AdminClient
-from support.server import pool_config, running_server
+from support.server import pool_config, running_server, server_process
 from support.waiting import DEADLINE_SECONDS
 
 EMBEDDED = "embedded:"
@@ -164,6 +165,42 @@ def test_closing_a_client_for_asyncio_ends_its_calls_in_progress(served: str, po
         assert caught.value.reason == "CLOSED"
 
     asyncio.run(main())
+
+
+def test_closing_a_client_ends_its_step_in_progress() -> None:
+    with server_process() as server:
+        client, started = connect(server.addresses[0]), threading.Event()
+        client.create_pool(pool_config())
+        session = client.open_session("m")
+
+        def step() -> None:
+            started.set()
+            session.admit(session.request("r", range(5)))
+
+        server.pause()
+        with ThreadPoolExecutor() as threads:
+            answer = threads.submit(step)
+            started.wait()
+            client.close()
+            with pytest.raises(WrongStateError) as caught:
+                answer.result(DEADLINE_SECONDS)
+        server.resume()
+    assert caught.value.reason == "CLOSED"
+
+
+async def test_closing_a_client_for_asyncio_ends_its_step_in_progress() -> None:
+    with server_process() as server:
+        client = aio.connect(server.addresses[0])
+        await client.create_pool(pool_config())
+        session = await client.open_session("m")
+        server.pause()
+        step = asyncio.create_task(session.admit(session.request("r", range(5))))
+        await asyncio.sleep(0)  # until it waits for the answer
+        await client.close()
+        with pytest.raises(WrongStateError) as caught:
+            await asyncio.wait_for(step, DEADLINE_SECONDS)
+        server.resume()
+    assert caught.value.reason == "CLOSED"
 
 
 def test_a_step_that_was_sent_before_its_client_was_closed_has_no_known_result(served: str, pool_name: str) -> None:

@@ -113,7 +113,7 @@ async def test_a_connection_without_calls_is_closed(tmp_path: Path, monkeypatch:
 
 
 def test_more_connections_than_files_are_refused_at_the_start() -> None:
-    message = r"--max-connections: 200 for each of 1 listeners .* need 328 .* the limit is 256"
+    message = r"--max-connections: 200 for each address, .* need 528 .* the limit is 256"
     with pytest.raises(AssertionError, match=message):
         ServerProcess("127.0.0.1:0", limits={"max_connections": 200}, max_files=NUM_FILES)
 

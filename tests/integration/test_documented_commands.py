@@ -31,7 +31,7 @@ BASH: Final = shutil.which("bash") or "bash"
 SECURE: Final = tuple(block.text for block in blocks(DOCS / "how-to" / "secure.md") if block.language == "sh")
 """The commands that create certificates and tokens."""
 
-PORTS: Final = (50051, 50052, 50060, 50061, 2379, 2380, 9464, 9465)
+PORTS: Final = (50051, 50053, 50060, 50061, 2379, 2380, 9464, 9465)
 READY: Final = (
     (r"for pool in .*kvpool serve", r"server listening.*server listening"),
     (r"kvpool serve", r"server listening"),

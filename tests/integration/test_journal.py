@@ -187,7 +187,8 @@ def test_other_settings_do_not_change_the_recovered_state(journaled: Journaled) 
     scheduler.sequence = 0
     assert scheduler.send(scheduler.step(1, "abc", 14), scheduler.step(2, "abd", 14)) == answers
     with scheduler.stub() as stub:
-        assert [stub.OpenSession(request) for request in requests] == opened
+        again = [stub.OpenSession(request) for request in requests]
+        assert [(each.session, each.config) for each in again] == [(each.session, each.config) for each in opened]
         for answer in opened:
             request = allocator_pb2.KeepAliveRequest(session_id=answer.session.session_id)
             assert stub.KeepAlive(request).lease_seconds == answer.session.lease_seconds

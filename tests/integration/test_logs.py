@@ -177,7 +177,7 @@ def test_the_console_has_one_line_per_event(address: str) -> None:
     assert server.stop() == 0
     logged = [re.sub(r"^[-0-9]{10} [:0-9]{8},\d{3} ", "", line.rstrip()) for line in server.lines]
     assert logged[:5] == [
-        f"INFO kvpool.server: server listening addresses={address} journal=none",
+        f"INFO kvpool.server: server listening addresses={address} steps={address}.steps journal=none",
         f"kvpool: listening on {address}",
         "INFO kvpool.server: pool created pool=m epoch=1 blocks=100",
         'INFO kvpool.server: session opened pool=m session=1 client="two words" epoch=1 seconds=60.0',

@@ -27,9 +27,15 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture
-def shard(tmp_path: Path, address: str) -> Iterator[list[ShardServer]]:
+def way(request: pytest.FixtureRequest) -> str:
+    """How steps are sent."""
+    return getattr(request, "param", "link")
+
+
+@pytest.fixture
+def shard(tmp_path: Path, address: str, way: str) -> Iterator[list[ShardServer]]:
     """A primary and a standby."""
-    with shard_servers(tmp_path, address, "primary", "standby") as servers:
+    with shard_servers(tmp_path, address, "primary", "standby", has_links=way == "link") as servers:
         yield servers
 
 
@@ -65,6 +71,7 @@ def hang(old: ShardServer, new: ShardServer) -> None:
 
 
 FAILOVERS = pytest.mark.parametrize("failover", [change, stop, hang])
+WAYS = pytest.mark.parametrize("way", ["link", pytest.param("Schedule", marks=pytest.mark.slow)], indirect=True)
 
 
 def decode(session: Session, request: object, token: int) -> None:
@@ -81,7 +88,7 @@ def test_a_session_finds_the_primary_through_a_standby(shard: list[ShardServer])
             session.admit(request)
             decode(session, request, 7)
     assert standby.calls == ["CreatePool"]
-    assert {"CreatePool", "OpenSession", "Schedule", "CloseSession"} <= set(primary.calls)
+    assert {"CreatePool", "OpenSession", "link", "CloseSession"} <= set(primary.calls)
 
 
 def test_one_address_of_a_standby_is_enough(shard: list[ShardServer]) -> None:
@@ -90,8 +97,9 @@ def test_one_address_of_a_standby_is_enough(shard: list[ShardServer]) -> None:
 
 
 @FAILOVERS
+@WAYS
 def test_steps_of_a_session_continue_at_the_next_primary(
-    shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None]
+    shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None], way: str
 ) -> None:
     with connect(seeds(*shard), deadline_seconds=DEADLINE_SECONDS) as client:
         client.create_pool(pool_config())
@@ -106,10 +114,11 @@ def test_steps_of_a_session_continue_at_the_next_primary(
             session.free(request)
             session.free(other)
             assert session.pool().free_blocks == 99
-    assert "Schedule" in shard[1].calls
+    assert way in shard[1].calls
 
 
 @FAILOVERS
+@WAYS
 def test_a_step_that_was_begun_is_settled_at_the_next_primary(
     shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None]
 ) -> None:
@@ -128,8 +137,9 @@ def test_a_step_that_was_begun_is_settled_at_the_next_primary(
 
 
 @FAILOVERS
+@WAYS
 async def test_an_asyncio_session_continues_at_the_next_primary(
-    shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None]
+    shard: list[ShardServer], failover: Callable[[ShardServer, ShardServer], None], way: str
 ) -> None:
     async with aio.connect(seeds(*reversed(shard)), deadline_seconds=DEADLINE_SECONDS) as client:
         await client.create_pool(pool_config())
@@ -140,7 +150,7 @@ async def test_an_asyncio_session_continues_at_the_next_primary(
             await session.free(request)
             assert session.sequence == 2
             assert (await client.get_pool("m")).free_blocks == 99
-    assert "Schedule" in shard[1].calls
+    assert way in shard[1].calls
 
 
 def test_a_session_without_steps_keeps_its_lease_at_the_next_primary(shard: list[ShardServer]) -> None:

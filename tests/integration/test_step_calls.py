@@ -37,4 +37,4 @@ def test_the_page_about_one_allocation_names_functions_on_its_way() -> None:
     for function, named in hops:
         file = named or file
         assert (file, function) in way
-    assert len(hops) == 21
+    assert len(hops) == 22

@@ -1,14 +1,13 @@
 """Steps that a scheduler begins, and settles later."""
 
-import threading
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from kvpool.client import Client, Session, aio, connect, lease
-from kvpool.client.transports import step_stream
+from kvpool.client import Client, Session, aio, connect
+from kvpool.client.transports.link_calls import SocketCall
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.steps.columns import Outcome
 from support.server import ServerProcess, pool_config, running_server
@@ -125,19 +124,25 @@ def test_an_interrupted_step_leaves_no_answer_for_the_next(during: str, monkeypa
         session = client.open_session("m")
         interrupts = [KeyboardInterrupt()]
 
-        def interrupted() -> float:
-            if interrupts and threading.current_thread() is threading.main_thread():
+        def interrupted(call: SocketCall, due_seconds: float) -> Coroutine[object, object, bytes]:
+            if interrupts:
                 raise interrupts.pop()
-            return lease.now_seconds()
+            return receive(call, due_seconds)
 
+        def interrupted_once_sent(call: SocketCall, step: bytes, due_seconds: float) -> None:
+            send(call, step, due_seconds)
+            if interrupts:
+                raise interrupts.pop()
+
+        send, receive = SocketCall.send, SocketCall.receive
         if during == "begin":
-            monkeypatch.setattr(step_stream, "now_seconds", interrupted)
+            monkeypatch.setattr(SocketCall, "send", interrupted_once_sent)
         request = session.request("a", PROMPT)
         expected = pytest.raises(KeyboardInterrupt) if during == "begin" else nullcontext()
         with expected, session.begin_step() as step:
             admitted = step.admit(request)
         if during == "settle":
-            monkeypatch.setattr(step_stream, "now_seconds", interrupted)
+            monkeypatch.setattr(SocketCall, "receive", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 session.settle()
         for _ in range(3):

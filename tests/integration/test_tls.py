@@ -5,19 +5,28 @@ import shutil
 import socket
 import ssl
 import stat
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
 import pytest
+from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from kvpool.client import TlsConfig, aio, connect
+from kvpool.client import KvpoolError, TlsConfig, aio, connect
 from kvpool.client.admin import AdminClient
+from kvpool.client.blocking import run
+from kvpool.client.transports.link_calls import AsyncioCall, SocketCall, open_protocol, open_socket
+from kvpool.client.transports.step_stream import LinkCall
+from kvpool.wire import link
+from kvpool.wire.address import host_and_port
+from kvpool.wire.channels import ClientCredentials
+from kvpool.wire.errors import from_status
 from support.auth import Authority, Pair, channel, secret_of, write_tokens
 from support.command import kvpool
-from support.server import ServerProcess, pool_config, server_process
+from support.server import ServerProcess, free_port, pool_config, server_process
 from support.waiting import DEADLINE_SECONDS
 from support.workers import ready, worker_processes
 
@@ -33,8 +42,10 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 
 @contextmanager
-def serving(pair: Pair, address: str = "127.0.0.1:0", **auth: str) -> Iterator[str]:
-    with server_process(address, auth={"tls_cert": str(pair.cert), "tls_key": str(pair.key), **auth}) as server:
+def serving(pair: Pair, **auth: str) -> Iterator[str]:
+    """Runs a server that takes steps at the next port."""
+    auth = {"tls_cert": str(pair.cert), "tls_key": str(pair.key), **auth}
+    with server_process(f"127.0.0.1:{free_port(2)}", auth=auth) as server:
         yield server.addresses[0]
 
 
@@ -51,7 +62,46 @@ def mutual(authority: Authority) -> Iterator[str]:
 
 
 def is_let_in(address: str, tls: TlsConfig | None) -> bool:
-    """Whether the server answers a client with these certificates. Otherwise the connection must have failed."""
+    """Whether the server answers a client with these certificates: over gRPC, and on a link of each kind."""
+    steps, access = link.steps_address(address), ClientCredentials(tls)
+    due_seconds = time.monotonic() + DEADLINE_SECONDS
+
+    async def asynchronous() -> bool:
+        call = AsyncioCall(from_refusal)
+        with suppress(OSError):
+            await open_protocol(steps, access, call)
+            return await is_answered(call)
+        return False
+
+    def synchronous() -> bool:
+        with suppress(OSError):
+            return run(is_answered(SocketCall(open_socket(steps, access, due_seconds), from_refusal)))
+        return False
+
+    is_answered_over_grpc = answers_over_grpc(address, tls)
+    assert [synchronous(), asyncio.run(asynchronous())] == [is_answered_over_grpc] * 2
+    return is_answered_over_grpc
+
+
+async def is_answered(call: LinkCall) -> bool:
+    """Whether a server answers a hello on a link."""
+    due_seconds = time.monotonic() + DEADLINE_SECONDS
+    try:
+        call.write(link.hello("another one", "", ""), due_seconds)
+        await call.receive(due_seconds)
+    except KvpoolError as error:
+        return error.reason == link.OTHER_SERVER  # or it is no answer, but an alert of TLS
+    finally:
+        call.cancel()
+    raise AssertionError("a server with another id")
+
+
+def from_refusal(status: bytes) -> KvpoolError:
+    return from_status(status_pb2.Status.FromString(status))
+
+
+def answers_over_grpc(address: str, tls: TlsConfig | None) -> bool:
+    """Whether the server answers over gRPC. Otherwise the connection must have failed."""
     with channel(address, tls=tls) as opened:
         try:
             health_pb2_grpc.HealthStub(opened).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_SECONDS)
@@ -62,7 +112,7 @@ def is_let_in(address: str, tls: TlsConfig | None) -> bool:
         return True
 
 
-def test_every_client_supports_tls(plain_tls: str, authority: Authority) -> None:
+def test_every_client_supports_tls(plain_tls: str, authority: Authority, caplog: pytest.LogCaptureFixture) -> None:
     tls = authority.trusted_by()
     with connect(plain_tls, tls=tls) as client:
         client.create_pool(pool_config())
@@ -78,6 +128,7 @@ def test_every_client_supports_tls(plain_tls: str, authority: Authority) -> None
             await session.close()
 
     asyncio.run(asynchronous())
+    assert "using gRPC" not in caplog.text
 
 
 def test_a_client_refuses_an_untrusted_server(plain_tls: str, authority: Authority, stranger: Authority) -> None:
@@ -97,22 +148,21 @@ def test_mutual_tls_requires_a_valid_client_certificate(mutual: str, authority: 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1 is deprecated")
 def test_versions_below_tls_1_2_are_refused(plain_tls: str, authority: Authority) -> None:
-    def handshake(version: ssl.TLSVersion) -> str | None:
+    def handshake(listener: str, version: ssl.TLSVersion) -> str | None:
         context = ssl.create_default_context(cafile=authority.path)
         context.set_ciphers("ALL:@SECLEVEL=0")
         context.set_alpn_protocols(["h2"])
         context.minimum_version = context.maximum_version = version
-        host, _, port = plain_tls.rpartition(":")
-        address = (host, int(port))
         with (
-            socket.create_connection(address, timeout=DEADLINE_SECONDS) as raw,
+            socket.create_connection(host_and_port("", listener), timeout=DEADLINE_SECONDS) as raw,
             context.wrap_socket(raw, server_hostname="localhost") as spoken,
         ):
             return spoken.version()
 
-    assert handshake(ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
-    with pytest.raises((ssl.SSLError, ConnectionError)):
-        handshake(ssl.TLSVersion.TLSv1_1)
+    for listener in (plain_tls, link.steps_address(plain_tls)):
+        assert handshake(listener, ssl.TLSVersion.TLSv1_2) == "TLSv1.2"
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            handshake(listener, ssl.TLSVersion.TLSv1_1)
 
 
 def test_new_connections_get_new_certificates_and_old_ones_live_on(
@@ -132,7 +182,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             stranger.issue("127.0.0.1").copy_over(used)
             assert is_let_in(address, theirs)
             assert not is_let_in(address, ours)
-            session.admit(session.request("r2", token_ids=range(8)))  # on the stream opened before
+            session.admit(session.request("r2", token_ids=range(8)))  # on the link opened before
             assert client.get_pool("m").sessions == 1
 
 
@@ -140,7 +190,8 @@ def test_every_port_gets_the_new_certificates(tmp_path: Path, authority: Authori
     used = Pair(tmp_path / "cert.pem", tmp_path / "cert.key")
     authority.issue("127.0.0.1").copy_over(used)
     auth = {"tls_cert": str(used.cert), "tls_key": str(used.key)}
-    with server_process("127.0.0.1:0", "127.0.0.1:0", auth=auth) as server:
+    port = free_port(4)
+    with server_process(f"127.0.0.1:{port}", f"127.0.0.1:{port + 2}", auth=auth) as server:
         assert [is_let_in(address, authority.trusted_by()) for address in server.addresses] == [True] * 2
         stranger.issue("127.0.0.1").copy_over(used)
         assert [is_let_in(address, stranger.trusted_by()) for address in server.addresses] == [True] * 2
@@ -198,5 +249,5 @@ def test_a_worker_joins_with_its_token_and_switches_when_it_is_revoked(tmp_path:
 def test_a_unix_socket_is_private_from_its_creation(tmp_path: Path) -> None:
     path = tmp_path / "s"
     server = ServerProcess(f"unix:{path}")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [stat.S_IMODE(each.stat().st_mode) for each in (path, tmp_path / "s.steps")] == [0o600] * 2
     server.stop()

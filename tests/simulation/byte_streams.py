@@ -5,10 +5,12 @@ connection. The kernel of a stopped process accepts connections and bytes, which
 """
 
 import asyncio
+import socket
 from collections.abc import Callable
 from functools import partial
 from random import Random
 
+from kvpool.wire.descriptor_reserve import DescriptorReserve
 from simulation.network import Network, Pipe
 from simulation.virtual_loop import Process, current_process
 
@@ -56,6 +58,7 @@ class ByteStreams:
             client, server = End(process, there), End(listener.process, back)
             client.peer, server.peer = server, client
             connection = Connection(self._network, client, server)
+            client.connection = server.connection = connection
             client.closed = server.closed = partial(self.connections.pop, connection, None)
             self.connections[connection] = None
             listener.process.run(server.start, listener.factory)
@@ -112,7 +115,8 @@ class Listener:
 class SimulatedAcceptor:
     """Replaces `Acceptor`: there are no floods."""
 
-    def __init__(self, make_protocol: _Factory, _tls: object, _handshake_seconds: float) -> None:
+    def __init__(self, make_protocol: _Factory, _tls: object, _handshake_seconds: float, **_: object) -> None:
+        self.reserve = DescriptorReserve(0)
         self._make_protocol = make_protocol
         self._listener: asyncio.Server | None = None
 
@@ -149,6 +153,15 @@ class Connection:
         self._ends[0].closed()
 
 
+class _Socket:
+    """What a protocol asks the socket of a connection for."""
+
+    family = socket.AF_INET
+
+    def setsockopt(self, *_: object) -> None:
+        """See socket."""
+
+
 class End(asyncio.Transport):
     """One end of a connection: the transport of its protocol.
 
@@ -156,14 +169,16 @@ class End(asyncio.Transport):
         process: The process that has it.
         out: What it sends with.
         peer: The other end.
+        connection: The connection.
         closed: Called when it is closed.
     """
 
     def __init__(self, process: Process, out: Pipe) -> None:
-        super().__init__()
+        super().__init__({"socket": _Socket()})
         self.process = process
         self.out = out
         self.peer: End
+        self.connection: Connection
         self.closed: Callable[[], object]
         self._protocol: asyncio.Protocol | None = None
         self._is_closing = False
@@ -186,6 +201,11 @@ class End(asyncio.Transport):
         """Gives bytes to the protocol."""
         if self._protocol and not self._is_closing:
             self._protocol.data_received(data)
+
+    def pause_reading(self) -> None:
+        """See asyncio. A simulated client sends no more than one step ahead."""
+
+    resume_reading = pause_reading
 
     def is_closing(self) -> bool:
         """See asyncio."""

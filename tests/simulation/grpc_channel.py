@@ -1,7 +1,7 @@
 """Replaces grpc.aio's channels; the generated stubs run on it unchanged."""
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import grpc
@@ -56,10 +56,21 @@ class SimulatedChannel:
         return begin
 
     def stream_stream(
-        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: object
+        self,
+        method: str,
+        request_serializer: Serializer = bytes,
+        response_deserializer: Deserializer = bytes,
+        **_: object,
     ) -> Callable[..., "StreamCall"]:
         """See grpc."""
-        return lambda **_: StreamCall(self._begin(method), request_serializer, response_deserializer)
+
+        def begin(requests: Iterable[Any] = (), **_: object) -> StreamCall:
+            call = self._begin(method)
+            for request in requests:
+                call.send(request_serializer(request))
+            return StreamCall(call, request_serializer, response_deserializer)
+
+        return begin
 
     def _begin(self, method: str) -> Call:
         process = current_process()

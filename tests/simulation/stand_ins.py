@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -18,12 +19,13 @@ from kvpool.server.cluster import replicator
 from kvpool.server.cluster.directory import Directory
 from kvpool.server.journal import folder
 from kvpool.server.journal.folder import write_whole
-from kvpool.server.services import admin_service
+from kvpool.server.services import admin_service, step_links
 from kvpool.wire import backoff
 from simulation.byte_streams import SimulatedAcceptor
 from simulation.grpc_call import Wire
 from simulation.grpc_channel import SimulatedChannel
 from simulation.grpc_server import SimulatedServer
+from simulation.step_link import ObservedLink
 from simulation.virtual_loop import VirtualLoop
 
 _EPOCH_SECONDS = 1_700_000_000.0
@@ -60,6 +62,8 @@ def stand_ins(
         (folder, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
         (admin_service, "version", lambda _: "0"),  # the original reads a file per call
         (replicator, "Acceptor", SimulatedAcceptor),
+        (step_links, "Acceptor", SimulatedAcceptor),
+        (step_links, "StepLink", partial(ObservedLink, wire)),
         (reflection, "enable_server_reflection", lambda *_: None),
     ]
     patches = [mock.patch.object(target, name, value) for target, name, value in replaced]

@@ -61,7 +61,7 @@ class Draw:
             return ClusterConfig()
         return ClusterConfig(
             url="etcd://directory:1/simulated",
-            replication_listen=f"{server}:2",
+            replication_listen=f"{server}:3",
             claim_term=claim_term if server == self.servers[0] else 0,
             min_in_sync=self.min_in_sync,
             confirm_seconds=self.confirm_seconds,

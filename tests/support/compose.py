@@ -29,7 +29,7 @@ SERVED: Final = ("server", *WORKERS, "prometheus")
 _PATIENT: Final = ROOT / "tests" / "compose" / "patient.yml"
 """Settings for a busy machine."""
 _POLL_SECONDS: Final = 0.1
-_PORTS: Final = ("KVPOOL_PORT", "KVPOOL_METRICS_PORT", "PROMETHEUS_PORT")
+_PORTS: Final = ("KVPOOL_PORT", "KVPOOL_STEPS_PORT", "KVPOOL_METRICS_PORT", "PROMETHEUS_PORT")
 
 _T = TypeVar("_T")
 

@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 DELAY_SECONDS = 0.05
@@ -30,31 +31,41 @@ class Link:
 
 
 class Proxy:
-    """Forwards bytes, and applies one fault to its first connection.
+    """Forwards gRPC and links of steps, or gRPC only. Applies one fault to the first connection that carries steps.
 
     Attributes:
         address: Address for clients.
-        links: The connections, in order.
+        links: The connections that carry steps, in order.
         struck: Whether the fault has happened.
     """
 
-    def __init__(
-        self, path: Path, server_address: str, fault: Fault, *, to_server: int = -1, to_client: int = -1
+    def __init__(  # noqa: PLR0913 - a fault at a place
+        self,
+        folder: Path,
+        server_address: str,
+        fault: Fault,
+        *,
+        has_steps: bool = True,
+        to_server: int = -1,
+        to_client: int = -1,
     ) -> None:
         """Makes a proxy.
 
         Args:
-            path: Path of its socket.
+            folder: Folder of its sockets, which is made.
             server_address: Address of the server.
             fault: The fault.
+            has_steps: Whether it forwards links of steps.
             to_server: Number of bytes from client to server before the fault; -1 for never.
             to_client: Number of bytes from server to client before the fault; -1 for never.
         """
-        self.address = f"unix:{path}"
+        folder.mkdir()
+        self._server_path = server_address.removeprefix("unix:")
+        self._path = str(folder / Path(self._server_path).name)
+        self.address = f"unix:{self._path}"
         self.links: list[Link] = []
         self.struck = False
-        self._path = path
-        self._server_path = server_address.removeprefix("unix:")
+        self._has_steps = has_steps
         self._fault = fault
         self._at = {"to_server": to_server, "to_client": to_client}
         self._writers: set[asyncio.StreamWriter] = set()
@@ -63,11 +74,13 @@ class Proxy:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Proxy"]:
         """Listens while the block runs."""
-        server = await asyncio.start_unix_server(self._serve, self._path)
+        suffixes = ("", ".steps") if self._has_steps else ("",)
+        servers = [await asyncio.start_unix_server(partial(self._serve, each), self._path + each) for each in suffixes]
         try:
             yield self
         finally:
-            server.close()
+            for server in servers:
+                server.close()
             for writer in tuple(self._writers):
                 writer.transport.abort()
             await asyncio.gather(*self._tasks)
@@ -76,13 +89,14 @@ class Proxy:
         """Applies the fault at the next byte to the server."""
         self._at["to_server"] = self.links[0].to_server
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, suffix: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task
         self._tasks.add(task)
         link = Link()
-        self.links.append(link)
-        server_reader, server_writer = await asyncio.open_unix_connection(self._server_path)
+        if bool(suffix) is self._has_steps:
+            self.links.append(link)
+        server_reader, server_writer = await asyncio.open_unix_connection(self._server_path + suffix)
         self._writers |= {writer, server_writer}
         try:
             async with asyncio.TaskGroup() as group:
@@ -98,10 +112,11 @@ class Proxy:
 
     async def _forward(self, link: Link, way: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(65536):
-            if self.struck and self._fault is Fault.BLACK_HOLE and link is self.links[0]:
+            is_first = bool(self.links) and link is self.links[0]
+            if self.struck and self._fault is Fault.BLACK_HOLE and is_first:
                 continue
             left = self._at[way] - getattr(link, way)
-            if not self.struck and link is self.links[0] and 0 <= left <= len(data):
+            if not self.struck and is_first and 0 <= left <= len(data):
                 writer.write(data[:left])
                 await writer.drain()
                 self.struck = True

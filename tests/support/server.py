@@ -24,12 +24,13 @@ _SETTINGS: Final = {"KVPOOL_SERVE_DEFAULT_LEASE_SECONDS": "60", "KVPOOL_SERVE_NO
 _PROGRAM: Final = (processes.PYTHON, "-m", "support.server_program")
 
 
-def free_port() -> int:
-    """A TCP port that is free now. The system gives none of these to the connections of other tests."""
+def free_port(count: int = 1) -> int:
+    """The first of some TCP ports in a row that are free now. The system gives none of them to other connections."""
     while True:
         port = random.randrange(10_000, 32_000)  # noqa: S311 - no secret
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
+        with contextlib.ExitStack() as probes, contextlib.suppress(OSError):
+            for number in range(port, port + count):
+                probes.enter_context(socket.socket()).bind(("127.0.0.1", number))
             return port
 
 

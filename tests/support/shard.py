@@ -1,7 +1,8 @@
-"""Servers of a shard that a test controls. Each forwards all calls to one real server, while it is the primary."""
+"""Servers of a shard that a test controls. While it is the primary, each forwards calls and links to a real server."""
 
 import contextlib
 import queue
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,9 @@ import grpc
 
 from kvpool.core.errors import NotPrimaryError
 from kvpool.v1 import directory_pb2
+from kvpool.wire.errors import to_status
+from kvpool.wire.frames import encode_frame
+from kvpool.wire.link import Kind
 from support.socket_server import SocketServer, abort
 
 _OPTIONS = (("grpc.http2.min_ping_interval_without_data_ms", 1000),)  # clients send a ping every 3 s
@@ -22,17 +26,20 @@ class ShardServer(SocketServer, grpc.GenericRpcHandler):
     """A server of a shard.
 
     Attributes:
-        calls: Names of the calls that it was sent, without those of DirectoryService.
+        calls: Names of the calls that it was sent, without those of DirectoryService; `link` for each link of steps.
         watched: Set while a client watches the shard here.
     """
 
-    def __init__(self, path: Path, backend: str) -> None:
+    def __init__(self, folder: Path, backend: str, *, has_links: bool = True) -> None:
         """Starts as the primary.
 
         Args:
-            path: Path of its socket.
+            folder: Folder of its sockets, which is made. They have the names of the real server's.
             backend: Address of the real server.
+            has_links: Whether it forwards links of steps, or clients have to use Schedule.
         """
+        folder.mkdir()
+        path = folder / Path(backend).name
         self.calls: list[str] = []
         self.watched = threading.Event()
         self._refusal: NotPrimaryError | None = None
@@ -43,12 +50,21 @@ class ShardServer(SocketServer, grpc.GenericRpcHandler):
         self._watches: list[queue.SimpleQueue[directory_pb2.Shard | None]] = []
         self._channel = grpc.insecure_channel(backend)
         super().__init__(path, lambda server: server.add_generic_rpc_handlers((self,)), _OPTIONS)
+        self._steps = f"{backend.removeprefix('unix:')}.steps"
+        self._links: set[socket.socket] = set()
+        self._listener = socket.socket(socket.AF_UNIX)
+        if has_links:
+            self._listener.bind(f"{path}.steps")
+            self._listener.listen()
+            threading.Thread(target=self._accept, daemon=True).start()
 
     def refuse(self, term: int, *addresses: str) -> None:
         """Ends all calls, and refuses further ones: the primary of this term has these addresses."""
         self._refusal = NotPrimaryError(addresses, term)
         for call in list(self._forwarded):
             call.cancel()
+        for link in list(self._links):
+            self._refuse(link)
 
     def lead(self) -> None:
         """Becomes the primary again."""
@@ -72,6 +88,9 @@ class ShardServer(SocketServer, grpc.GenericRpcHandler):
         self._answers.set()
         for watch in self._watches:
             watch.put(None)
+        for each in (self._listener, *self._links):
+            _end(each)
+        self._listener.close()
         super().stop()
         self._channel.close()
 
@@ -87,6 +106,31 @@ class ShardServer(SocketServer, grpc.GenericRpcHandler):
             return self._forward(method, requests, context)
 
         return grpc.stream_stream_rpc_method_handler(forward)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it is stopped
+            while True:
+                near, _ = self._listener.accept()
+                self.calls.append("link")
+                self._links.add(near)
+                threading.Thread(target=self._forward_link, args=(near,), daemon=True).start()
+
+    def _forward_link(self, near: socket.socket) -> None:
+        with near, socket.socket(socket.AF_UNIX) as far, contextlib.suppress(OSError):
+            if self._refusal:
+                self._refuse(near)
+            far.connect(self._steps)
+            threading.Thread(target=_pump, args=(near, far), daemon=True).start()
+            while answer := far.recv(2**16):
+                self._answers.wait()
+                near.sendall(answer)
+        self._links.discard(near)
+
+    def _refuse(self, link: socket.socket) -> None:
+        if self._refusal:
+            with contextlib.suppress(OSError):  # the client has ended it
+                link.sendall(encode_frame(Kind.REFUSED, to_status(self._refusal).SerializeToString()))
+        _end(link)
 
     def _watch(self, _: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         shards: queue.SimpleQueue[directory_pb2.Shard | None] = queue.SimpleQueue()
@@ -120,15 +164,27 @@ class ShardServer(SocketServer, grpc.GenericRpcHandler):
             abort(context, self._refusal)
 
 
+def _pump(near: socket.socket, far: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while step := near.recv(2**16):
+            far.sendall(step)
+    _end(far)
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it is not connected
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 def _until_ended(requests: Iterator[bytes]) -> Iterator[bytes]:
     with contextlib.suppress(grpc.RpcError):  # the client has ended the call
         yield from requests
 
 
 @contextlib.contextmanager
-def shard_servers(folder: Path, backend: str, *names: str) -> Iterator[list[ShardServer]]:
+def shard_servers(folder: Path, backend: str, *names: str, has_links: bool = True) -> Iterator[list[ShardServer]]:
     """Runs servers of one shard. The first is the primary of term 1; the others refuse calls, and report that."""
-    servers = [ShardServer(folder / name, backend) for name in names]
+    servers = [ShardServer(folder / name, backend, has_links=has_links) for name in names]
     for server in servers[1:]:
         server.refuse(1, servers[0].address)
     for server in servers:

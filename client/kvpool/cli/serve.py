@@ -52,6 +52,14 @@ _log = logging.getLogger("kvpool.server")
     metavar="ADDRESS",
     help="Address to listen on: host:port (port 0: a free port) or unix:/path. Can be repeated.",
 )
+@click.option(
+    "--steps-listen",
+    multiple=True,
+    default=_DEFAULTS.steps_listen,
+    metavar="ADDRESS",
+    help="Address to take steps as frames, host:port or unix:/path. Can be repeated. Default: beside each address, the "
+    "next port or PATH.steps; a client that cannot reach it uses gRPC.",
+)
 @text_option(
     "--metrics-listen",
     "HOST:PORT",

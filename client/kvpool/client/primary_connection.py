@@ -30,6 +30,9 @@ class PrimaryConnection:
 
     It belongs to the process that made it: a forked process has none of its threads. Threads may share it. Its
     coroutines suspend only where those of the link do.
+
+    Attributes:
+        token_source: Says where the token comes from.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class PrimaryConnection:
         self._book = AddressBook(seeds)
         self._open_link = open_link
         self._is_patient = is_patient
-        self._token_source = access.token_source
+        self.token_source = access.token_source
         self._lock = threading.Lock()
         self._link = open_link(seeds[0])
         self._observed: ServerLink | None = None
@@ -93,7 +96,7 @@ class PrimaryConnection:
         """Decodes the error of a call. Names the server that cannot be reached, or the token that it refuses."""
         if error.code() is grpc.StatusCode.CANCELLED and self.is_replaced(link):
             return UnavailableError(*REPLACED)
-        return from_rpc_error(error, link.address, self._token_source)
+        return from_rpc_error(error, link.address, self.token_source)
 
     def is_replaced(self, link: ServerLink) -> bool:
         """Whether another link has replaced this one."""

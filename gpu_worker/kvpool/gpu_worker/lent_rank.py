@@ -31,8 +31,9 @@ from kvpool.gpu_worker.status import DeviceMemory, WorkerStatus, WorkerUsage
 from kvpool.lending.borrower_registry import Borrower, BorrowerRegistry
 from kvpool.lending.cuda_memory import CudaMemoryFolder
 from kvpool.lending.memory_folder import MemoryFolder
-from kvpool.lending.processes import kill, started
+from kvpool.lending.processes import kill
 from kvpool.lending.rank import Offer, ReadyMemory
+from kvpool.wire.peer_process import started
 
 _log = logging.getLogger("kvpool.worker")
 

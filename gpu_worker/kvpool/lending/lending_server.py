@@ -17,9 +17,10 @@ from typing import Final
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.lending.borrower_registry import Borrower
 from kvpool.lending.process_connection import ProcessConnection
-from kvpool.lending.processes import name_senders, peer_pidfd
+from kvpool.lending.processes import name_senders
 from kvpool.lending.rank import MemoryOwner
 from kvpool.wire.address import DEFAULT_SOCKET_MODE, BoundSocket
+from kvpool.wire.peer_process import peer_pidfd
 
 MAX_STRANGERS: Final = 256
 """Maximum number of connections on which no process has introduced itself yet; the oldest one makes room."""

@@ -25,12 +25,13 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.lending.borrower_registry import Borrower, FenceSent, Link
 from kvpool.lending.fence import StaleTablesError
-from kvpool.lending.processes import Peer, peer_of, receive_from
+from kvpool.lending.processes import receive_from
 from kvpool.lending.rank import MemoryOwner
 from kvpool.v1 import lending_pb2
 from kvpool.wire.errors import to_status
 from kvpool.wire.fields import field_values
 from kvpool.wire.lending import LENDING_VERSION, MessageReader, encode_message
+from kvpool.wire.peer_process import Peer, peer_of
 from kvpool.wire.ranks import declared_from_proto
 
 HELLO_SECONDS: Final = 10.0

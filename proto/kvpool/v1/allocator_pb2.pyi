@@ -306,6 +306,7 @@ class OpenSessionResponse(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    STEP_LISTENER_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the protocol that the server speaks, 3 in this release. 0: a server from before protocol versions."""
     @_builtins.property
@@ -318,20 +319,61 @@ class OpenSessionResponse(_message.Message):
         for that salt.
         """
 
+    @_builtins.property
+    def step_listener(self) -> Global___StepListener:
+        """Where the server takes the session's steps as frames. A client may send them there, or with Schedule."""
+
     def __init__(
         self,
         *,
         session: Global___Session | None = ...,
         config: _pool_pb2.PoolConfig | None = ...,
         protocol_version: _builtins.int = ...,
+        step_listener: Global___StepListener | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "session", b"session", "step_listener", b"step_listener"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "protocol_version", b"protocol_version", "session", b"session"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "protocol_version", b"protocol_version", "session", b"session", "step_listener", b"step_listener"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+
+@_typing.final
+class StepListener(_message.Message):
+    """Where a server takes steps as frames; link.proto documents them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    PATHS_FIELD_NUMBER: _builtins.int
+    PORTS_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """Random secret of this run of the server process, which a hello repeats."""
+    @_builtins.property
+    def paths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Unix sockets: absolute paths, or names in the folder of the server's own socket. A client prefers the name of the
+        socket that it calls, with ".steps" added.
+        """
+
+    @_builtins.property
+    def ports(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """TCP ports on the server's host. A client prefers the one after the port that it calls."""
+
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        paths: _abc.Iterable[_builtins.str] | None = ...,
+        ports: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["paths", b"paths", "ports", b"ports", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepListener: _TypeAlias = StepListener  # noqa: Y015
 
 @_typing.final
 class KeepAliveRequest(_message.Message):
@@ -362,16 +404,22 @@ class KeepAliveResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_SECONDS_FIELD_NUMBER: _builtins.int
+    STEP_LISTENER_FIELD_NUMBER: _builtins.int
     lease_seconds: _builtins.float
     """Time in seconds after which the session ends unless the server receives another call."""
+    @_builtins.property
+    def step_listener(self) -> Global___StepListener:
+        """See OpenSessionResponse."""
+
     def __init__(
         self,
         *,
         lease_seconds: _builtins.float = ...,
+        step_listener: Global___StepListener | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["step_listener", b"step_listener"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_seconds", b"lease_seconds", "step_listener", b"step_listener"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -60,6 +60,7 @@ class Acceptor:
         tls: TLS of the connections; None for plaintext.
         handshake_seconds: Maximum time for a handshake.
         admit: Waits until there is room for an accepted connection; None: there always is.
+        pause_seconds: Pause after each `ACCEPTED_TOGETHER` connections, or after an error.
 
     Attributes:
         reserve: Descriptors for connections. Fill it when a connection ends.
@@ -71,7 +72,9 @@ class Acceptor:
         tls: ssl.SSLContext | None = None,
         handshake_seconds: float | None = None,
         admit: Callable[[], Awaitable[None]] | None = None,
+        pause_seconds: float = ACCEPT_PAUSE_SECONDS,
     ) -> None:
+        self._pause_seconds = pause_seconds
         self.reserve = DescriptorReserve(_NUM_RESERVED)
         self._make_protocol = make_protocol
         self._tls = tls
@@ -108,7 +111,7 @@ class Acceptor:
                     if connection is None:
                         break
                     await self._take(connection)
-                await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
+                await asyncio.sleep(self._pause_seconds)
 
     async def _next(self, listener: socket.socket) -> socket.socket | None:
         await _readable(listener)

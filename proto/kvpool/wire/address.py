@@ -241,3 +241,19 @@ def _problem(address: str) -> str:
     if _BARE_IPV6.fullmatch(host):
         return "an IPv6 address needs brackets, as in [::1]:50051"
     return ""
+
+
+def set_options(connection: socket.socket, dead_peer_seconds: float) -> None:
+    """Sends small messages at once over TCP, and breaks a connection whose peer's machine is away for a time."""
+    if connection.family is socket.AF_UNIX:
+        return
+    options = {
+        socket.TCP_NODELAY: 1,
+        socket.TCP_KEEPIDLE: max(1, round(dead_peer_seconds / 2)),
+        socket.TCP_KEEPINTVL: max(1, round(dead_peer_seconds / 6)),
+        socket.TCP_KEEPCNT: 3,
+        socket.TCP_USER_TIMEOUT: round(dead_peer_seconds * 1000),  # while data waits, no probes are sent
+    }
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in options.items():
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -8,6 +8,7 @@
 
 import contextlib
 import os
+import ssl
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,6 +107,17 @@ class TlsConfig:
         if (self.cert is None) != (self.key is None):
             raise ValueError("tls_cert, tls_key: each requires the other")
 
+    def context(self) -> ssl.SSLContext:
+        """Reads the files for a connection without gRPC. Raises as `credentials`."""
+        self.credentials()
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.cert:
+                context.load_cert_chain(self.cert, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise ValueError(f"tls_ca, tls_cert, tls_key: {error}") from error
+        return context
+
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files.
 
@@ -160,6 +172,10 @@ class ClientCredentials:
         self._for(address, ())
         if self.token is not None:
             _read_token(self.token)
+
+    def token_reader(self) -> Callable[[], str]:
+        """Makes a function that reads the current token; "" for none. Raises ValueError if a file cannot be read."""
+        return _token_reader(self.token) if self.token is not None else str
 
     def channel(self, address: str, options: Options) -> grpc.Channel:
         """Makes a synchronous channel. It connects at the first call.

@@ -111,10 +111,11 @@ def from_rpc_error(error: grpc.RpcError, address: str = "", token_source: str = 
     return _error(error.code(), error.details() or "", _details(error), address, token_source)
 
 
-def from_status(status: status_pb2.Status) -> KvpoolError:
-    """Decodes what `to_status` encoded."""
+def from_status(status: status_pb2.Status, address: str = "", token_source: str = "") -> KvpoolError:
+    """Decodes what `to_status` encoded. See `from_rpc_error` for the other arguments."""
     codes = {code.value[0]: code for code in grpc.StatusCode}
-    return _error(codes.get(status.code, grpc.StatusCode.UNKNOWN), status.message, status.details)
+    code = codes.get(status.code, grpc.StatusCode.UNKNOWN)
+    return _error(code, status.message, status.details, address, token_source)
 
 
 def _error(

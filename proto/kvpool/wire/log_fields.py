@@ -14,7 +14,8 @@ FIELDS: Final = (
     *("requests", "sessions", "ranks", "absent_ranks", "blocks", "cached_blocks", "planned_blocks", "buffers"),
     *("messages", "records", "bytes", "seconds"),
     *("calls", "tokens", "token_name", "peer", "path"),
-    *("device", "host", "pid", "server", "address", "addresses", "journal", "setting", "field", "async_scheduling"),
+    *("device", "host", "pid", "server", "address", "addresses", "steps"),
+    *("journal", "setting", "field", "async_scheduling"),
 )
 """All fields of kvpool's log events, in the order of output."""
 

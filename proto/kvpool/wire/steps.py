@@ -10,6 +10,7 @@ from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, Block
 from kvpool.core.ids import BlockHash, GroupId
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import event_pb2, step_pb2
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
 # The fields of the core's values have the names of the messages' fields.
 _STEP_NAMES: Final = [field.name for field in fields(Step)]
@@ -33,14 +34,14 @@ def step_from_proto(message: step_pb2.Step) -> Step:
 
 
 def step_to_proto(step: Step, session_id: str) -> step_pb2.Step:
-    """Encodes a step.
+    """Encodes a step, as the first of its stream.
 
     Raises:
         InvalidArgumentError: A value has the wrong type or is out of range for its field.
     """
     columns = {name: value for name in _STEP_NAMES if (value := getattr(step, name))}
     try:
-        return step_pb2.Step(session_id=session_id, **columns)
+        return step_pb2.Step(session_id=session_id, protocol_version=PROTOCOL_VERSION, **columns)
     except (TypeError, ValueError) as error:
         raise _wrong_column(columns, error) from None
 

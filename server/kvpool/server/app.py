@@ -27,7 +27,7 @@ from kvpool.server.cluster.shard_member import EPOCHS_PER_TERM, ShardMember
 from kvpool.server.config import MetricsConfig, ServerConfig
 from kvpool.server.crash import crash
 from kvpool.server.fault_points import NO_FAULTS, FaultPoints
-from kvpool.server.guard.guard import Guard
+from kvpool.server.guard.guard import Guard, Handler
 from kvpool.server.guard.primary_check import PrimaryCheck
 from kvpool.server.guard.token_check import TokenCheck
 from kvpool.server.journal.journal import Journal
@@ -42,10 +42,18 @@ from kvpool.server.services.deadlines import watch_deadlines, watch_integrity
 from kvpool.server.services.directory_service import DirectoryService
 from kvpool.server.services.event_service import EventService
 from kvpool.server.services.standard_service import Health, Reflection
+from kvpool.server.services.step_links import StepLinks
 from kvpool.server.services.worker_service import WorkerService
 from kvpool.server.shutdown import stopping_error
 from kvpool.server.status import Status
-from kvpool.v1 import admin_pb2_grpc, allocator_pb2_grpc, directory_pb2_grpc, event_pb2_grpc, worker_pb2_grpc
+from kvpool.v1 import (
+    admin_pb2_grpc,
+    allocator_pb2_grpc,
+    directory_pb2_grpc,
+    event_pb2_grpc,
+    step_pb2,
+    worker_pb2_grpc,
+)
 from kvpool.wire.address import BoundSocket, bind_error, ip_addresses
 from kvpool.wire.channels import server_channel_options
 from kvpool.wire.http_server import HttpServer
@@ -107,8 +115,9 @@ class Server:
             TokenCheck(tokens, state, parts.calls, config.limits.max_token_calls, seen) if tokens else None
         )
         primary = PrimaryCheck(self.shard.gate, self.shard.refusal) if self.shard else None
+        guard = Guard(config.limits, seen, self._token_check, primary, parts.tracer)
         self._server = grpc.aio.server(
-            interceptors=[Guard(config.limits, seen, self._token_check, primary, parts.tracer)],
+            interceptors=[guard],
             options=server_channel_options(
                 config.max_message_bytes, config.dead_peer_seconds, connections, config.limits.stall_seconds
             ),
@@ -126,6 +135,7 @@ class Server:
             server_info=admin.server_info,
         )
         allocator = AllocatorService(parts, seen if config.metrics.address else None)
+        self._links = _step_links(config, parts, guard, allocator, connections)
         allocator_pb2_grpc.add_AllocatorServiceServicer_to_server(allocator, self._server)
         admin_pb2_grpc.add_AdminServiceServicer_to_server(admin, self._server)
         event_pb2_grpc.add_EventServiceServicer_to_server(EventService(parts), self._server)
@@ -154,6 +164,9 @@ class Server:
         if self._config.metrics.address:
             self._metrics = self._status.serve()
             self._run(self._status.collector.watch(), "watch_status")
+        certificates = self._certificates  # after the addresses of settings: a default does not take one of them
+        steps = await self._links.listen(certificates.new_link_context if certificates else None)
+        self.components.step_listener = self._links.listener
         await self._server.start()
         if self._journal:
             self._run(self._journal.run(), "write_journal")
@@ -166,7 +179,8 @@ class Server:
         else:
             await self._serve()
         self._status.is_started = True
-        _log.info("server listening", extra={"addresses": addresses, "journal": self._config.journal.folder or "none"})
+        extra = {"addresses": addresses, "steps": steps, "journal": self._config.journal.folder or "none"}
+        _log.info("server listening", extra=extra)
         return addresses
 
     async def _join(self, shard: ShardMember) -> None:
@@ -245,7 +259,8 @@ class Server:
         parts.shutdown.is_stopping = True
         open_calls = parts.calls.all_open()
         parts.calls.end_all(stopping_error())
-        await self._server.stop(_RESTART_GRACE_SECONDS if self.is_deposed.is_set() else self._config.grace_seconds)
+        grace_seconds = _RESTART_GRACE_SECONDS if self.is_deposed.is_set() else self._config.grace_seconds
+        await asyncio.gather(self._server.stop(grace_seconds), self._links.stop(grace_seconds))
         for bound in self._bound:
             bound.remove()
         for call in open_calls:  # gRPC does not wait for calls whose client has gone
@@ -357,6 +372,15 @@ async def _serve_until_over(
 def _handle_signals(handler: Callable[..., None] | signal.Handlers) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, handler)
+
+
+def _step_links(
+    config: ServerConfig, parts: Components, guard: Guard, allocator: AllocatorService, max_links: int
+) -> StepLinks:
+    """Makes the links of a server. The guard treats each as a call of Schedule."""
+    call: Handler = grpc.stream_stream_rpc_method_handler(allocator.serve_link, step_pb2.Step.FromString)
+    handler = guard.wrap(call, "kvpool.v1.AllocatorService/Schedule")
+    return StepLinks(config, handler, parts.processes, secrets.token_hex(16), max_links)
 
 
 def _journal(config: ServerConfig, new_state: Callable[[], State], faults: FaultPoints) -> Journal | None:

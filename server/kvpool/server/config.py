@@ -81,6 +81,8 @@ class ServerConfig:
 
     Attributes:
         addresses: Addresses to listen on: `host:port` (port 0 for a free one) or `unix:/path`.
+        steps_listen: Addresses that take steps as frames; empty: one beside each of `addresses`, `PATH.steps` or the
+            next port.
         max_message_bytes: Maximum size of a received message.
         max_pool_blocks: Maximum number of blocks of one pool; each that was used takes about 65 bytes
             of the server's memory, and 225 while it is cached.
@@ -104,6 +106,7 @@ class ServerConfig:
     """
 
     addresses: tuple[str, ...] = (DEFAULT_ADDRESS,)
+    steps_listen: tuple[str, ...] = ()
     max_message_bytes: int = 16 * MIB
     max_pool_blocks: int = 2**24
     grace_seconds: float = 10.0
@@ -129,6 +132,11 @@ class ServerConfig:
                 check_address(address)
             except ValueError as error:
                 raise ValueError(f"listen: {error}") from error
+        for address in self.steps_listen:
+            try:
+                check_address(address)
+            except ValueError as error:
+                raise ValueError(f"steps_listen: {error}") from error
         for name, bounds in _RANGES.items():
             check_setting(name, getattr(self, name), *bounds)
         if self.limits.max_waiting_bytes < self.max_message_bytes:
@@ -144,6 +152,7 @@ class ServerConfig:
             ("metrics_listen", "metrics", self.metrics.address),
             ("replication_listen", "replication", "" if self.auth.tls_cert else self.cluster.replication_listen),
             *(("listen", "grpc", address) for address in self.addresses if not self.auth.tls_cert),
+            *(("steps_listen", "grpc", address) for address in self.steps_listen if not self.auth.tls_cert),
         ]
         for name, kind, address in endpoints:
             if address:

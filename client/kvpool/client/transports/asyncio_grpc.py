@@ -1,4 +1,4 @@
-"""The service over gRPC's channel for asyncio."""
+"""The service over gRPC's channel for asyncio, and links of asyncio."""
 
 import asyncio
 import time
@@ -11,12 +11,11 @@ from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.step_stream import StepStream, StreamTransport
+from kvpool.client.transports.link_calls import AsyncioCall, open_protocol
+from kvpool.client.transports.step_stream import LinkCall, StepCall, StepStream
 from kvpool.client.transports.watches import WatchCall, observe_servers
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.v1 import step_pb2
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import DeadlineError
 
 _FAILURES: Final = (grpc.RpcError, asyncio.CancelledError)
 """How a call over gRPC's channel fails."""
@@ -30,7 +29,7 @@ class AsyncioGrpcTransport(GrpcTransport):
         self._observation: asyncio.Task[None] | None = None
 
     def _open_link(self, address: str) -> ServerLink:
-        return ServerLink(address, self._access.aio_channel(address, self.channel_options))
+        return ServerLink(address, self.access.aio_channel(address, self.channel_options), self.access.token_reader())
 
     async def _call_once(
         self, method: Callable[[ServerLink], Any], request: object, link: ServerLink, timeout_seconds: float
@@ -62,11 +61,44 @@ class AsyncioGrpcTransport(GrpcTransport):
             self._observation.cancel()
 
 
+class _ScheduleCall:
+    """A call of Schedule for one step."""
+
+    is_link = False
+
+    def __init__(self, link: ServerLink, connection: PrimaryConnection) -> None:
+        self._link = link
+        self._connection = connection
+        self._call: Any = None
+
+    def send(self, step: bytes, due_seconds: float) -> None:
+        """See `StepCall`."""
+        del due_seconds
+        self._call = self._link.schedule(iter((step,)))
+
+    async def receive(self, due_seconds: float) -> bytes:
+        """See `StepCall`."""
+        try:
+            async with asyncio.timeout(due_seconds - time.monotonic()):
+                answer = await self._call.read()
+        except _FAILURES as error:
+            raise _converted(error, self._connection, self._link) from None
+        if not isinstance(answer, bytes):
+            raise ConnectionResetError
+        return answer
+
+    def cancel(self) -> None:
+        """See `StepCall`."""
+        if self._call is not None:
+            self._call.cancel()
+
+
 class _StepStream(StepStream):
     """See `StepStream`. A task keeps the session alive."""
 
-    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: StreamTransport) -> None:
+    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: "AsyncioGrpcTransport") -> None:
         super().__init__(session_id, lease_timer, transport)
+        self._access = transport.access
         self._keepalive = asyncio.create_task(self._keep_alive())
 
     def end(self) -> None:
@@ -74,38 +106,14 @@ class _StepStream(StepStream):
         self._keepalive.cancel()
         super().end()
 
-    def _open_call(self, link: ServerLink) -> object:
-        return link.allocator.Schedule()
-
-    async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
-        try:
-            async with asyncio.timeout(due_seconds - time.monotonic()):
-                await self._open().write(message)
-        except asyncio.InvalidStateError:  # the call has ended: _read() raises how
-            pass
-        except (*_FAILURES, TimeoutError) as error:
-            raise self._failure(error, message) from None
-
-    async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
-        try:
-            async with asyncio.timeout(due_seconds - time.monotonic()):
-                answer = await self._open().read()
-        except (*_FAILURES, TimeoutError) as error:
-            raise self._failure(error, message) from None
-        if not isinstance(answer, step_pb2.StepResult):
-            raise UnavailableError("ENDED", "the server ended the stream")
-        return answer
-
-    def _open(self) -> "grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult]":
-        call: grpc.aio.StreamStreamCall[step_pb2.Step, step_pb2.StepResult] | None = self._call
-        if call is None:  # closed meanwhile
-            raise UnavailableError("CANCELLED", "the stream was cancelled")
+    async def _dial(self, address: str, due_seconds: float) -> LinkCall:
+        call = AsyncioCall(self._refusal)
+        async with asyncio.timeout(due_seconds - time.monotonic()):
+            await open_protocol(address, self._access, call)
         return call
 
-    def _failure(self, error: BaseException, message: step_pb2.Step) -> BaseException:
-        if isinstance(error, TimeoutError) or self._link is None:
-            return DeadlineError("DEADLINE", f"no answer to step {message.sequence} in {self._deadline_seconds} s")
-        return _converted(error, self._connection, self._link)
+    def _open_schedule(self, link: ServerLink) -> StepCall:
+        return _ScheduleCall(link, self._connection)
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

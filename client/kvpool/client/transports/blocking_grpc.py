@@ -1,10 +1,7 @@
-"""The service over a synchronous gRPC channel. Its coroutines block: see `kvpool.client.blocking`.
+"""The service over a synchronous gRPC channel, and blocking links. Its coroutines block: `kvpool.client.blocking`."""
 
-Round trip of an empty step: synchronous stream 320 us, asyncio driven by the caller 346, asyncio on a background thread
-385, unary call 522.
-"""
-
-import queue
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,18 +16,16 @@ from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import REPLACED, PrimaryConnection
 from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport
-from kvpool.client.transports.step_stream import StepStream, StreamTransport
+from kvpool.client.transports.link_calls import SocketCall, open_socket
+from kvpool.client.transports.step_stream import LinkCall, StepCall, StepStream
 from kvpool.client.transports.watches import WatchCall, observe_servers
 from kvpool.core.errors import KvpoolError, UnavailableError
-from kvpool.v1 import step_pb2
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import DeadlineError, not_sent_error
+from kvpool.wire.errors import not_sent_error
 
 _OPEN: Final = ClientCredentials()
-_TAKING_SECONDS: Final = 0.002
-"""Time limit for the sending thread to take a message that is sent ahead."""
-_LOST_SECONDS: Final = 1.0
-"""Interval of renewals while no stream is open, which would show that the session has ended."""
+_RETRY_SECONDS: Final = 1.0
+"""Pause after a renewal that has failed."""
 
 
 class BlockingGrpcTransport(GrpcTransport):
@@ -41,7 +36,7 @@ class BlockingGrpcTransport(GrpcTransport):
         self._closed = threading.Event()
 
     def _open_link(self, address: str) -> ServerLink:
-        return ServerLink(address, self._access.channel(address, self.channel_options))
+        return ServerLink(address, self.access.channel(address, self.channel_options), self.access.token_reader())
 
     async def _call_once(
         self, method: Callable[[ServerLink], Any], request: object, link: ServerLink, timeout_seconds: float
@@ -88,102 +83,107 @@ def _on_open_channel(connection: PrimaryConnection, link: ServerLink) -> Iterato
         raise
 
 
-class _StepStream(StepStream):
-    """See `StepStream`. A thread keeps the session alive, and cancels a call whose step is past its deadline."""
+class _ScheduleCall:
+    """A call of Schedule for one step."""
 
-    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: StreamTransport) -> None:
+    is_link = False
+
+    def __init__(self, link: ServerLink, connection: PrimaryConnection) -> None:
+        self._link = link
+        self._connection = connection
+        self._call: Any = None
+
+    def send(self, step: bytes, due_seconds: float) -> None:
+        """See `StepCall`."""
+        with _on_open_channel(self._connection, self._link):
+            self._call = self._link.schedule(iter((step,)), timeout=max(due_seconds - time.monotonic(), 0.001))
+
+    async def receive(self, due_seconds: float) -> bytes:
+        """See `StepCall`."""
+        try:
+            answer: bytes = next(self._call)
+        except StopIteration:
+            raise ConnectionResetError from None
+        except grpc.RpcError as error:
+            if time.monotonic() >= due_seconds:
+                raise TimeoutError from None
+            raise self._connection.error_of(error, self._link) from None
+        return answer
+
+    def cancel(self) -> None:
+        """See `StepCall`."""
+        if self._call is not None:
+            self._call.cancel()
+
+
+class _StepStream(StepStream):
+    """See `StepStream`. A thread keeps the session alive."""
+
+    def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: "BlockingGrpcTransport") -> None:
         super().__init__(session_id, lease_timer, transport)
-        self._outgoing: queue.SimpleQueue[step_pb2.Step | None] = queue.SimpleQueue()
-        self._taken = threading.Event()
-        """Set when the sending thread has taken the message that was put last."""
-        self._due_seconds = inf
+        self._access = transport.access
         self._closed = threading.Event()
-        self._woken = threading.Event()
-        """Set when a call has ended, and with `_closed`: the session may have ended, too."""
+        self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        """Readable when the call is another one, and with `_closed`; -1 after the end of the thread."""
+        self._lock = threading.Lock()
         threading.Thread(target=self._keep_alive, name="kvpool-keepalive", daemon=True).start()
 
     def end(self) -> None:
         """See `StepStream`."""
         self._closed.set()
-        self._woken.set()
         super().end()
+        self._wake()
 
-    def end_call(self) -> None:
-        """See `StepStream`."""
-        self._outgoing.put(None)
-        super().end_call()
+    async def _dial(self, address: str, due_seconds: float) -> LinkCall:
+        return SocketCall(open_socket(address, self._access, due_seconds), self._refusal)
 
-    def _open_call(self, link: ServerLink) -> object:
-        self._outgoing = queue.SimpleQueue()
-        with _on_open_channel(self._connection, link):
-            call = link.allocator.Schedule(self._messages(self._outgoing))
-        if not call.add_callback(self._woken.set):  # it has ended
-            self._woken.set()
+    async def _open(self, link: ServerLink, due_seconds: float) -> StepCall:
+        call = await super()._open(link, due_seconds)
+        self._wake()
         return call
 
-    async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
-        del due_seconds
-        self._outgoing.put(message)
-
-    async def _write_ahead(self, message: step_pb2.Step, due_seconds: float) -> None:
-        self._taken.clear()
-        await super()._write_ahead(message, due_seconds)
-        self._taken.wait(_TAKING_SECONDS)  # the sending thread does not run while this one is busy
-
-    async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
-        call = self._call
-        if call is None:  # closed by another thread
-            raise UnavailableError("CANCELLED", "the stream was cancelled")
-        self._due_seconds = due_seconds
-        try:
-            answer: step_pb2.StepResult = next(call)
-        except (grpc.RpcError, StopIteration) as error:
-            raise self._failure(error, message.sequence) from None
-        finally:
-            self._due_seconds = inf
-        return answer
+    def _open_schedule(self, link: ServerLink) -> StepCall:
+        return _ScheduleCall(link, self._connection)
 
     async def _sleep(self, seconds: float) -> None:
         self._closed.wait(seconds)
 
-    def _messages(self, outgoing: "queue.SimpleQueue[step_pb2.Step | None]") -> Iterator[step_pb2.Step]:
-        """Yields the messages of a call, in the thread that sends them."""
-        while (message := outgoing.get()) is not None:
-            self._taken.set()
-            yield message
-
-    def _failure(self, error: grpc.RpcError | StopIteration, sequence: int) -> KvpoolError:
-        if time.monotonic() >= self._due_seconds:
-            return DeadlineError("DEADLINE", f"no answer to step {sequence} in {self._deadline_seconds} s")
-        if isinstance(error, StopIteration) or self._link is None:
-            return UnavailableError("ENDED", "the server ended the stream")
-        return self._connection.error_of(error, self._link)
-
-    def _pause_seconds(self, renewal_seconds: float) -> float:
-        """Time until the next renewal or the deadline of a step; at most a period, as a step may begin meanwhile."""
-        left_seconds = min(renewal_seconds, self._due_seconds) - time.monotonic()
-        return min(max(left_seconds, 0.01), self._period_seconds)
+    def _wake(self) -> None:
+        with self._lock:
+            if self._wakeup >= 0:
+                os.eventfd_write(self._wakeup, 1)
 
     def _keep_alive(self) -> None:
+        """Extends the lease, now and then; at once when a link has ended, as the session may have, too."""
         renewal_seconds = time.monotonic() + self._period_seconds
-        while True:
-            is_due = self._woken.wait(self._pause_seconds(renewal_seconds)) or time.monotonic() >= renewal_seconds
-            self._woken.clear()
+        lost: StepCall | None = None
+        while not (self._closed.is_set() or self._ended_by):
             call = self._call
-            if call is not None and time.monotonic() >= self._due_seconds:
-                call.cancel()  # ends the wait in _read()
-            if self._closed.is_set() or (self._ended_by and self._due_seconds == inf):  # no step waits, and none will
-                return
-            if not is_due:
+            is_lost = self._wait_for_end(None if call is lost else call, renewal_seconds - time.monotonic())
+            if self._closed.is_set() or not (is_lost or time.monotonic() >= renewal_seconds):
                 continue
+            lost = call if is_lost else lost
+            period_seconds = self._period_seconds
             try:
                 run(self._renew())
             except KvpoolError as error:
-                if self._renewal_failed(error):
-                    renewal_seconds = inf
-                    continue
-            is_lost = call is None or not call.is_active()
-            renewal_seconds = time.monotonic() + min(self._period_seconds, _LOST_SECONDS if is_lost else inf)
+                self._renewal_failed(error)
+                period_seconds = min(period_seconds, _RETRY_SECONDS)
+            renewal_seconds = time.monotonic() + period_seconds
+        with self._lock:
+            os.close(self._wakeup)
+            self._wakeup = -1
+
+    def _wait_for_end(self, call: StepCall | None, seconds: float) -> bool:
+        """Waits until a link has ended, the call is another one, or a time has passed. Returns whether it has ended."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        if isinstance(call, SocketCall) and (file := call.fileno()) >= 0:
+            poll.register(file, select.POLLRDHUP)
+        found = dict(poll.poll(max(seconds, 0.0) * 1000))
+        if found.pop(self._wakeup, 0):
+            os.eventfd_read(self._wakeup)
+        return bool(found)
 
 
 class _WatchCall(WatchCall):

@@ -184,6 +184,9 @@ class _Calls:
     transport: EmbeddedTransport
     session_id: str
 
+    async def prepare(self) -> None:
+        """See `SessionCalls`."""
+
     async def exchange(self, step: Step) -> StepResult:
         """See `SessionCalls`."""
         return await self.transport.apply(self.session_id, step)

@@ -32,6 +32,7 @@ class GrpcTransport(ABC):
 
     Attributes:
         deadline_seconds: Time limit of each call, retries included.
+        access: Credentials.
         connection: The connection to the primary.
         check_usable: See `Transport`.
         streams: The streams of the sessions that it keeps alive.
@@ -54,7 +55,7 @@ class GrpcTransport(ABC):
             ValueError: See `kvpool.client.connect`.
         """
         self.deadline_seconds = deadline_seconds
-        self._access = access
+        self.access = access
         self.connection = PrimaryConnection(address, access, self._open_link, is_patient=self.is_patient)
         self.check_usable = self.connection.check
         self.streams: set[StepStream] = set()
@@ -105,7 +106,15 @@ class GrpcTransport(ABC):
             with contextlib.suppress(KvpoolError):  # the session ends with its lease
                 await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
             raise
-        return messages.read_session(response, sent_seconds, self, self._drive)
+        link = await self.connection.link()
+        link.step_listener = response.step_listener  # if another server answered, it refuses the hello, and is asked
+        opened = messages.read_session(response, sent_seconds, self, self._drive)
+        try:
+            await opened.calls.prepare()
+        except BaseException:  # the caller has no session that it could close
+            opened.calls.forget()
+            raise
+        return opened
 
     async def watch(self, options: WatchOptions) -> AsyncGenerator[EventBatch]:
         """See `Transport`."""

@@ -1,23 +1,88 @@
-"""A session's stream of steps over gRPC: everything but the I/O."""
+"""A session's steps over a link, or over gRPC where no link can be made: everything but the I/O.
 
+1. A link carries steps until it breaks. It is opened with the session, so that the server knows at once when this
+   process has ended.
+2. The listener of links is beside the server's gRPC address. A client that does not reach it asks the server again by
+   KeepAlive: no answer means that the server is away; another listener, that it was started again. With the same answer
+   something stands between, and each step is a call of Schedule for `GRPC_SECONDS`. Then a link is tried again.
+"""
+
+import logging
+import secrets
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol
 
+from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
+
 from kvpool.client.lease import LeaseTimer, now_seconds
-from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.primary_connection import REPLACED, PrimaryConnection
 from kvpool.client.protocol import ends_session
-from kvpool.client.server_link import ServerLink
+from kvpool.client.server_link import Cancellable, ServerLink
 from kvpool.client.transports import messages
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnauthenticatedError, WrongStateError
+from kvpool.core.errors import (
+    InvalidArgumentError,
+    KvpoolError,
+    UnauthenticatedError,
+    UnavailableError,
+    WrongStateError,
+)
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import allocator_pb2, step_pb2
+from kvpool.wire import link as wire_link
 from kvpool.wire import steps as wire_steps
-from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_server
+from kvpool.wire.errors import DeadlineError, ServerError, from_status
+from kvpool.wire.frames import encode_frame
+from kvpool.wire.protocol_version import check_server
 
+GRPC_SECONDS: Final = 60.0
+"""Time for which steps go over gRPC after no link could be made."""
+CONNECT_SECONDS: Final = 5.0
+"""Time limit of making a link; at most a third of what is left, as other ways need the rest."""
+_DIAL_AGAIN_SECONDS: Final = 0.5
+"""Time limit of the connection after a failure: where packets are dropped, a step waits for it every minute."""
+SILENCE_SECONDS: Final = 10.0
+"""Time without an answer after which a step is sent again on another link: nothing but an answer shows that what is
+between client and server still works."""
 _TOKEN_PAUSE_SECONDS: Final = 0.5
 """Minimum pause before a step is sent again whose token was refused."""
+
+_NO_SERVER: Final = {"MALFORMED", "MESSAGE_TOO_LARGE", wire_link.OTHER_SERVER}
+"""Reasons of the errors of first frames that the session's server does not send."""
+
+_log = logging.getLogger("kvpool.client")
+
+
+class LinkNotReachedError(UnavailableError):
+    """No link can be made at an address: no server listens there, or another one, or another program."""
+
+
+class StepCall(Cancellable, Protocol):
+    """What carries steps: a link, or a call of Schedule for one step."""
+
+    is_link: bool
+
+    def send(self, step: bytes, due_seconds: float) -> None:
+        """Sends a step, until a time of the monotonic clock. What has broken is reported by `receive`."""
+
+    async def receive(self, due_seconds: float) -> bytes:
+        """Waits for the result of a step.
+
+        Raises:
+            KvpoolError: The server has refused the step.
+            TimeoutError: No result came until the time of the monotonic clock.
+            OSError: The connection has ended.
+        """
+
+
+class LinkCall(StepCall, Protocol):
+    """A link."""
+
+    def write(self, data: bytes, due_seconds: float) -> None:
+        """Sends bytes, until a time of the monotonic clock. What has broken is reported by `receive`."""
 
 
 class StreamTransport(Protocol):
@@ -36,8 +101,17 @@ class StreamTransport(Protocol):
         """Makes one call over a link; also returns when it was sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A step that was sent, and for which `exchange` waits later."""
+
+    sequence: int
+    encoded: bytes
+    sent_seconds: float
+
+
 class StepStream(ABC):
-    """One session's stream of steps, reopened after it breaks, at the primary. Keeps the session alive.
+    """The steps of one session, over links that are made again when they break, at the primary. Keeps it alive.
 
     See `SessionCalls`.
     """
@@ -50,42 +124,48 @@ class StepStream(ABC):
         self._deadline_seconds = transport.deadline_seconds
         self._period_seconds = min(lease_timer.lease_seconds / 3, self._deadline_seconds / 4)
         self._link: ServerLink | None = None
-        """The link of the call."""
-        self._call: Any = None
-        """The open call, of the transport's own type; None before the first step, and after a failure."""
-        self._is_version_checked = False
-        """Whether the server stated its version on the open call."""
-        self._begun: tuple[step_pb2.Step, float] | None = None
-        """The step of `begin_exchange` and when it was sent, until `exchange` waits for its result."""
+        """The connection of the call."""
+        self._call: StepCall | None = None
+        """The open call; None before the first step, and after a failure."""
+        self._begun: _Begun | None = None
         self._ended_by: KvpoolError | None = None
         """Why no step can be sent any more: the error of every later one."""
 
+    async def prepare(self) -> None:
+        """See `SessionCalls`."""
+        try:
+            link = await self._connection.link()
+            await self._open(link, time.monotonic() + self._deadline_seconds)
+        except (KvpoolError, OSError):
+            self.end_call()
+
     async def exchange(self, step: Step) -> StepResult:
-        """Sends a step and waits for its result, over as many streams as this takes within the deadline."""
+        """Sends a step and waits for its result, over as many links as this takes within the deadline."""
         begun = self._begun
-        if begun and begun[0].sequence == step.sequence:
-            message = begun[0]
+        if begun and begun.sequence == step.sequence:
+            encoded = begun.encoded
         else:
-            message = wire_steps.step_to_proto(step, self._session_id)
-        attempt = partial(self._exchange_once, message)
-        return wire_steps.result_from_proto(await self._connection.call(attempt, self._deadline_seconds, self._sleep))
+            encoded = wire_steps.step_to_proto(step, self._session_id).SerializeToString()
+        attempt = partial(self._exchange_once, step.sequence, encoded)
+        return await self._connection.call(attempt, self._deadline_seconds, self._sleep, try_seconds=SILENCE_SECONDS)
 
     async def begin_exchange(self, step: Step) -> None:
         """Sends a step without waiting. `exchange` must follow: it raises the errors, and repeats a step."""
         if self._ended_by:
             return
         try:
-            message = wire_steps.step_to_proto(step, self._session_id)
+            encoded = wire_steps.step_to_proto(step, self._session_id).SerializeToString()
         except InvalidArgumentError:
             return
         try:
             sent_seconds = now_seconds()
-            link = await self._connection.link()
-            if self._call is None or self._link is not link:
-                self._start_call(message, link)
-            await self._write_ahead(message, time.monotonic() + self._period_seconds)
-            self._begun = message, sent_seconds
-        except KvpoolError:
+            link, due_seconds = await self._connection.link(), time.monotonic() + self._period_seconds
+            call = self._call
+            if call is None or self._link is not link:
+                call = await self._open(link, due_seconds)
+            call.send(encoded, due_seconds)
+            self._begun = _Begun(step.sequence, encoded, sent_seconds)
+        except (KvpoolError, OSError):
             self.end_call()
         except BaseException:
             self.end_call()  # whether an answer will come is unknown
@@ -96,6 +176,8 @@ class StepStream(ABC):
         call, self._call = self._call, None
         if call is not None:
             call.cancel()
+            if self._link:
+                self._link.step_calls.discard(call)
 
     async def mark_executed(self, executed_sequence: int) -> None:
         """See `SessionCalls`."""
@@ -120,67 +202,138 @@ class StepStream(ABC):
         self.end()
 
     def end(self) -> None:
-        """Ends the stream, and stops keeping the session alive."""
+        """Ends the call, and stops keeping the session alive."""
         self._ended_by = WrongStateError("CLOSED", "the session was closed in this process, or its client")
         self.end_call()
 
     async def _exchange_once(
-        self, message: step_pb2.Step, link: ServerLink, timeout_seconds: float
-    ) -> step_pb2.StepResult:
+        self, sequence: int, encoded: bytes, link: ServerLink, timeout_seconds: float
+    ) -> StepResult:
         """Makes one attempt, on the open call if there is one. A step that was begun on it is only waited for."""
         if self._ended_by:
             raise self._ended_by
         due_seconds = time.monotonic() + timeout_seconds
         try:
             begun, self._begun = self._begun, None
-            sent_seconds = now_seconds()
-            is_open = self._call is not None and self._link is link
-            if is_open and begun and begun[0] is message:
-                sent_seconds = begun[1]
+            call = self._call
+            if call is not None and self._link is link and begun and begun.encoded is encoded:
+                sent_seconds = begun.sent_seconds
             else:
-                if not is_open:
-                    self._start_call(message, link)
-                await self._write(message, due_seconds)
-            answer = await self._read(message, due_seconds)
-            if not self._is_version_checked:
+                if call is None or self._link is not link:
+                    call = await self._open(link, due_seconds)
+                sent_seconds = now_seconds()
+                call.send(encoded, due_seconds)
+            answer = step_pb2.StepResult.FromString(await call.receive(due_seconds))
+            if not call.is_link:
                 check_server(answer.protocol_version)
-                self._is_version_checked = True
         except BaseException as error:
             self.end_call()
-            if isinstance(error, UnauthenticatedError):  # the token may be replaced, and was accepted before
-                error.retry_seconds = _TOKEN_PAUSE_SECONDS
-            raise
+            failure = self._failure(error, link, sequence)
+            if failure is error:
+                raise
+            raise failure from None
         self._lease_timer.renew(sent_seconds)
-        if answer.sequence != message.sequence:
+        if answer.sequence != sequence or not call.is_link:
             self.end_call()
-        return answer
+        return wire_steps.result_from_proto(answer)
 
-    def _start_call(self, message: step_pb2.Step, link: ServerLink) -> None:
-        """Opens a call for a step; ends one over another link, whose server is not the primary any more.
+    def _failure(self, error: BaseException, link: ServerLink, sequence: int) -> BaseException:
+        """The error of an attempt, given what has ended it."""
+        if isinstance(error, UnauthenticatedError):  # the token may be replaced, and was accepted before
+            error.retry_seconds = _TOKEN_PAUSE_SECONDS
+        if isinstance(error, TimeoutError):
+            return DeadlineError("DEADLINE", f"no answer to step {sequence} in {self._deadline_seconds} s")
+        if isinstance(error, DecodeError):
+            return ServerError("MALFORMED", f"{link.address}: the result of a step cannot be parsed")
+        if not isinstance(error, OSError):
+            return error
+        if self._ended_by:
+            return self._ended_by
+        if self._connection.is_replaced(link):
+            return UnavailableError(*REPLACED)
+        return UnavailableError("ENDED", f"{link.address}: the server ended the link")
 
-        The first step and the first result of a call carry the protocol version.
-        """
+    async def _open(self, link: ServerLink, due_seconds: float) -> StepCall:
+        """Makes a link to a server, or a call of Schedule where none can be made; see rule 2."""
         self.end_call()
-        message.protocol_version = PROTOCOL_VERSION
-        self._is_version_checked = False
-        self._link = link
-        self._call = self._open_call(link)
+        call = await self._open_link(link, due_seconds) or self._open_schedule(link)
+        if self._ended_by:  # another thread has closed the client meanwhile
+            call.cancel()
+            raise self._ended_by
+        self._link, self._call = link, call
+        if call.is_link:
+            link.step_calls.add(call)
+        return call
+
+    async def _open_link(self, link: ServerLink, due_seconds: float) -> StepCall | None:
+        if time.monotonic() < link.grpc_until_seconds:
+            return None
+        listener = link.step_listener or await self._ask(link, due_seconds)
+        while address := wire_link.told_address(listener, link.address):
+            try:
+                return await self._connect(address, link, listener.server_id, due_seconds)
+            except LinkNotReachedError as error:
+                failure = error
+            before, listener = listener, await self._ask(link, due_seconds)
+            if listener == before:
+                if not link.grpc_until_seconds:
+                    extra = {"address": address, "error": str(failure)}
+                    _log.warning("steps not reached, using gRPC", extra=extra)
+                link.grpc_until_seconds = time.monotonic() + GRPC_SECONDS
+                return None
+        return None
+
+    async def _ask(self, link: ServerLink, due_seconds: float) -> allocator_pb2.StepListener:
+        """Asks a server where it takes steps, which extends the lease."""
+        request = allocator_pb2.KeepAliveRequest(session_id=self._session_id)
+        timeout_seconds = max(due_seconds - time.monotonic(), 0.001)
+        sent_seconds, answer = await self._transport.call_at("KeepAlive", request, link, timeout_seconds)
+        self._lease_timer.renew(sent_seconds)
+        listener: allocator_pb2.StepListener = answer.step_listener
+        link.step_listener = listener
+        return listener
+
+    def _refusal(self, encoded: bytes) -> KvpoolError:
+        """The error that a server has sent on a link."""
+        try:
+            status = status_pb2.Status.FromString(encoded)
+        except DecodeError:
+            return ServerError("MALFORMED", "the server's error cannot be parsed")
+        return from_status(status, self._connection.target, self._connection.token_source)
+
+    async def _connect(self, address: str, link: ServerLink, server_id: str, due_seconds: float) -> LinkCall:
+        """Makes a link. Raises LinkNotReachedError, or the error of the server.
+
+        The listener shows first that it is the server's: another program at this address learns no token.
+        """
+        begin_seconds = time.monotonic()
+        due_seconds = begin_seconds + min((due_seconds - begin_seconds) / 3, CONNECT_SECONDS)
+        has_failed = link.grpc_until_seconds > 0
+        dial_due_seconds = min(due_seconds, begin_seconds + _DIAL_AGAIN_SECONDS) if has_failed else due_seconds
+        try:
+            call = await self._dial(address, dial_due_seconds)
+        except (OSError, ValueError) as error:
+            raise LinkNotReachedError("NO_LINK", str(error) or "no answer") from None
+        try:
+            probe = secrets.token_bytes(16)
+            call.write(encode_frame(wire_link.Kind.PROBE, probe), due_seconds)
+            wire_link.check_proof(await call.receive(due_seconds), probe, server_id)
+            call.write(wire_link.hello(server_id, self._session_id, link.read_token()), due_seconds)
+            wire_link.check_welcome(await call.receive(due_seconds))
+        except BaseException as error:
+            call.cancel()
+            if isinstance(error, OSError) or (isinstance(error, KvpoolError) and error.reason in _NO_SERVER):
+                raise LinkNotReachedError("NO_LINK", str(error) or "no answer") from None
+            raise
+        return call
 
     @abstractmethod
-    def _open_call(self, link: ServerLink) -> object:
-        """Opens a call of Schedule. A connection that cannot be made is reported by `_read`."""
+    async def _dial(self, address: str, due_seconds: float) -> LinkCall:
+        """Connects to a listener. Raises OSError, or ValueError if a file of the credentials cannot be read."""
 
     @abstractmethod
-    async def _write(self, message: step_pb2.Step, due_seconds: float) -> None:
-        """Sends a step on the open call, until a time of the monotonic clock. A broken call is reported by `_read`."""
-
-    async def _write_ahead(self, message: step_pb2.Step, due_seconds: float) -> None:
-        """Sends a step that `exchange` waits for later."""
-        await self._write(message, due_seconds)
-
-    @abstractmethod
-    async def _read(self, message: step_pb2.Step, due_seconds: float) -> step_pb2.StepResult:
-        """Waits for the answer of a step, until a time of the monotonic clock."""
+    def _open_schedule(self, link: ServerLink) -> StepCall:
+        """Makes a call of Schedule for one step."""
 
     @abstractmethod
     async def _sleep(self, seconds: float) -> None:

@@ -44,6 +44,9 @@ class SessionOptions:
 class SessionCalls(Protocol):
     """Makes the calls of one session, one step at a time. Call `Transport.check_usable` before each step."""
 
+    async def prepare(self) -> None:
+        """Makes the connection of the steps, if possible. Otherwise the first step does, and raises the error."""
+
     async def exchange(self, step: Step) -> StepResult:
         """Sends a step and waits for its result. The same step, sent again, gets the same result."""
 

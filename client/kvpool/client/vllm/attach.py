@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from kvpool.client.connection import Client, connect
-from kvpool.client.exit_watcher import ExitWatcher
 from kvpool.client.process_name import process_name
 from kvpool.client.session import Session
 from kvpool.client.vllm.lendable import check_lendable
@@ -40,15 +39,12 @@ class Attachment:
         session: The engine's session.
         memory_id: Name of the engine's memory; empty if the engine's workers form the pool.
         lender: Connection to the lender of rank 0; None if the engine has memory of its own.
-        watcher: Closes the session if the engine's process is killed; None if the lender does, or the engine's memory
-            or process is not its own.
     """
 
     client: Client
     session: Session
     memory_id: str
     lender: "LenderClient | None"
-    watcher: ExitWatcher | None
 
 
 def attach(scheduler: Any, settings: Settings, lost: Attachment | None = None) -> Attachment:
@@ -103,7 +99,6 @@ def attach(scheduler: Any, settings: Settings, lost: Attachment | None = None) -
         lender = _bound_lender(settings, scheduler.vllm_config, session, stack) if settings.memory else None
         info = client.get_pool(pool)
         _warn_of(config, settings, info)
-        watcher = _watcher(settings, session)
         stack.pop_all()
     _log.info(
         "engine attached",
@@ -118,7 +113,7 @@ def attach(scheduler: Any, settings: Settings, lost: Attachment | None = None) -
             "async_scheduling": bool(scheduler.scheduler_config.async_scheduling),
         },
     )
-    return Attachment(client, session, memory_id, lender, watcher)
+    return Attachment(client, session, memory_id, lender)
 
 
 def _warn_of(config: PoolConfig, settings: Settings, info: PoolInfo) -> None:
@@ -160,14 +155,3 @@ def _bound_lender(settings: Settings, vllm_config: Any, session: Session, stack:
 def has_own_process() -> bool:
     """Returns whether vLLM has started this process for the engine, which is not in the process of its user then."""
     return multiprocessing.current_process().name.startswith("EngineCore")
-
-
-def _watcher(settings: Settings, session: Session) -> ExitWatcher | None:
-    """Watches an engine in a process of its own, which vLLM kills at its end before the engine can close its session.
-
-    An engine in the process of its user ends with it. Workers of a killed engine may run a step to its end, in memory
-    that other engines share: the lease and the quarantine wait for them.
-    """
-    if settings.shares_memory or not has_own_process():
-        return None
-    return ExitWatcher(settings.address, session, settings.deadline_seconds)

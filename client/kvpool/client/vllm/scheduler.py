@@ -83,8 +83,6 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             raise error  # a streaming request waits for input with its blocks
         if self.kv_cache_manager.events:
             self.kv_cache_manager.events.close()
-        if self._kvpool.watcher:
-            self._kvpool.watcher.dismiss()
         self._kvpool.client.close()
         self._attach(lost=self._kvpool)
         self._rounds = deque((output, 0, {}) for output, *_ in self._rounds)  # their steps are unknown to the session
@@ -217,8 +215,6 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         try:
             if not self.kv_cache_manager.batcher.has_failed:  # otherwise closing would wait for the service again
                 session.close()
-                if self._kvpool.watcher:
-                    self._kvpool.watcher.dismiss()
         except KvpoolError as error:
             fields = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
             _log.warning("session not closed", extra=fields)

@@ -128,13 +128,19 @@ def read_rows(pool: KVCacheManager, session: Session, step: Step) -> tuple[list[
 
 
 class _Queue(Generic[_EntriesT]):
-    """The entries of a queue of a step, taken in the order of the operations."""
+    """The entries of a queue of a step, taken in the order of the operations.
 
-    __slots__ = ("_entries", "_name", "at")
+    Attributes:
+        name: Name of the field.
+        entries: The entries.
+        at: Number of entries that were taken.
+    """
+
+    __slots__ = ("at", "entries", "name")
 
     def __init__(self, name: str, entries: _EntriesT) -> None:
-        self._name = name
-        self._entries: _EntriesT = entries
+        self.name = name
+        self.entries: _EntriesT = entries
         self.at = 0
 
     def take(self, count: int) -> _EntriesT:
@@ -144,20 +150,16 @@ class _Queue(Generic[_EntriesT]):
             InvalidArgumentError: The queue is too short.
         """
         end = self.at + count
-        if end > len(self._entries):
-            raise InvalidArgumentError(self._name, f"{self._given}; the operations need more")
-        taken: _EntriesT = self._entries[self.at : end]
+        if end > len(self.entries):
+            raise InvalidArgumentError(self.name, f"{self.given}; the operations need more")
+        taken: _EntriesT = self.entries[self.at : end]
         self.at = end
         return taken
 
-    def check_used(self) -> None:
-        """Raises InvalidArgumentError if entries are left."""
-        if self.at != len(self._entries):
-            raise InvalidArgumentError(self._name, f"{self._given}; the operations take {self.at}")
-
     @property
-    def _given(self) -> str:
-        return f"{len(self._entries)} {'bytes' if isinstance(self._entries, bytes) else 'entries'}"
+    def given(self) -> str:
+        """How many entries there are, for an error."""
+        return f"{len(self.entries)} {'bytes' if isinstance(self.entries, bytes) else 'entries'}"
 
 
 class _StepReader:
@@ -202,7 +204,8 @@ class _StepReader:
         if step.num_prompt_tokens:
             self._read_prompts(rows)
         for queue in (self._hashes, self._token_ids, self._request_ids, self._lora_names, self._block_ids):
-            queue.check_used()
+            if queue.at != len(queue.entries):
+                raise InvalidArgumentError(queue.name, f"{queue.given}; the operations take {queue.at}")
         return rows
 
     def _read_prompts(self, rows: Sequence[Row | PoolRow]) -> None:
@@ -219,10 +222,14 @@ class _StepReader:
         wanted = count * groups
         if step.num_block_ids and len(step.num_block_ids) != wanted:
             raise InvalidArgumentError("num_block_ids", f"{len(step.num_block_ids)} entries; needs 0 or {wanted}")
-        check_range("executed_sequence", step.executed_sequence, 0, self._session.sequence)
-        check_range("launched_sequence", step.launched_sequence, 0, self._session.sequence + 1)
-        check_range("admission_budget_tokens", step.admission_budget_tokens, 0, MAX_TOKENS)
-        check_range("num_credit_allocations", step.num_credit_allocations, 0, MAX_CREDIT_ALLOCATIONS)
+        for name, value, most in (
+            ("executed_sequence", step.executed_sequence, self._session.sequence),
+            ("launched_sequence", step.launched_sequence, self._session.sequence + 1),
+            ("admission_budget_tokens", step.admission_budget_tokens, MAX_TOKENS),
+            ("num_credit_allocations", step.num_credit_allocations, MAX_CREDIT_ALLOCATIONS),
+        ):
+            if not 0 <= value <= most:  # mostly true, and a call takes longer
+                check_range(name, value, 0, most)
         if step.trace_contexts and len(step.trace_contexts) != len(step.request_ids) * TRACE_CONTEXT_BYTES:
             message = f"{len(step.trace_contexts)} bytes for {len(step.request_ids)} requests"
             raise InvalidArgumentError("trace_contexts", f"{message}; needs none, or {TRACE_CONTEXT_BYTES} for each")

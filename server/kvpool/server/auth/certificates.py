@@ -99,6 +99,13 @@ class Certificates:
         context.sni_callback = use_current
         return context
 
+    def new_link_context(self) -> ssl.SSLContext:
+        """As `new_context`, but clients need a certificate where those of gRPC do."""
+        context = self.new_context()
+        if self._checks_clients:
+            context.verify_mode = ssl.CERT_REQUIRED
+        return context
+
     def refresh(self) -> None:
         """Reloads the files if they have changed. May be called in any thread."""
         with self._lock:
@@ -125,7 +132,7 @@ def _read(auth: AuthConfig, authorities: Path | None) -> _Certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(paths[1], paths[0], password=_no_passphrase)
         if auth.tls_client_ca:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(auth.tls_client_ca)
+            context.load_verify_locations(auth.tls_client_ca)
         expires_seconds = _check_valid(context, paths[1], authorities)
         if before != tuple(path.read_bytes() for path in paths):
             raise ValueError("tls_cert, tls_key: changed while being read")

@@ -33,17 +33,17 @@ def max_connections(requested: int, addresses: Sequence[str]) -> int:
     """
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = sys.maxsize if soft == resource.RLIM_INFINITY else soft
-    num_listeners = sum(map(_num_listeners, addresses))
-    fitting = (limit - NUM_OTHER_FILES) // num_listeners
+    num_files = sum(map(_num_files, addresses))
+    fitting = (limit - NUM_OTHER_FILES) // num_files
     if fitting < max(requested, 1):
-        needed = max(requested, 1) * num_listeners + NUM_OTHER_FILES
+        needed = max(requested, 1) * num_files + NUM_OTHER_FILES
         raise OSError(
-            f"max_connections: {requested or 1} for each of {num_listeners} listeners and {NUM_OTHER_FILES} other "
-            f"files need {needed} file descriptors; the limit is {limit} (ulimit -n)"
+            f"max_connections: {requested or 1} for each address, as many for steps, and {NUM_OTHER_FILES} other files "
+            f"need {needed} file descriptors; the limit is {limit} (ulimit -n)"
         )
     return requested or min(fitting, _MOST_AUTOMATIC)
 
 
-def _num_listeners(address: str) -> int:
-    """Number of sockets that the server opens for an address: one per IP address of a name such as localhost."""
-    return 1 if address.startswith("unix:") else len(ip_addresses(address))
+def _num_files(address: str) -> int:
+    """Descriptors per client of an address: a connection and a link, and the process of a client on this machine."""
+    return 3 if address.startswith("unix:") else 2 * len(ip_addresses(address))

@@ -92,8 +92,7 @@ class StreamWriter:
         except asyncio.CancelledError:
             if not self._is_stalled or self._task is None or self._task.uncancel():  # also cancelled by another task
                 raise
-            text = f"nothing was read from this stream for {self._stall_seconds:g} s"
-            raise ExhaustedError("NOT_READING", text, retry_seconds=NOT_READING_RETRY_SECONDS) from None
+            raise not_reading_error(self._stall_seconds) from None
         except grpc.aio.BaseError:  # the client disconnected: same effect as if gRPC had cancelled the call earlier
             raise asyncio.CancelledError from None
         finally:
@@ -108,6 +107,12 @@ class StreamWriter:
         elif due_seconds < inf and self._task:
             self._is_stalled = True
             self._task.cancel()
+
+
+def not_reading_error(stall_seconds: float) -> ExhaustedError:
+    """Makes the error for a client that does not read."""
+    text = f"nothing was read from this stream for {stall_seconds:g} s"
+    return ExhaustedError("NOT_READING", text, retry_seconds=NOT_READING_RETRY_SECONDS)
 
 
 async def read_first(context: Context, timeout_seconds: float, timeout_error: KvpoolError) -> object:

@@ -3,6 +3,9 @@
 import contextlib
 import secrets
 import time
+from collections.abc import Awaitable
+from contextlib import ExitStack
+from typing import Any
 
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import NO_QUOTA
@@ -96,12 +99,15 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
             session=wire_sessions.session_to_proto(pool, session),
             config=wire_sessions.config_to_proto(pool, session),
             protocol_version=PROTOCOL_VERSION,
+            step_listener=self._parts.step_listener,
         )
 
     async def KeepAlive(self, request: allocator_pb2.KeepAliveRequest, _: object) -> allocator_pb2.KeepAliveResponse:
         _, session = self._parts.sessions.find(request.session_id)
         self._parts.executor.execute(KeepAlive(request.session_id))
-        return allocator_pb2.KeepAliveResponse(lease_seconds=session.lease_seconds)
+        return allocator_pb2.KeepAliveResponse(
+            lease_seconds=session.lease_seconds, step_listener=self._parts.step_listener
+        )
 
     async def CloseSession(
         self, request: allocator_pb2.CloseSessionRequest, _: object
@@ -183,45 +189,68 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         self._parts.executor.execute(KeepAlive(request.session_id))
         return allocator_pb2.SetWeightsVersionResponse()
 
-    async def Schedule(self, _: object, context: Context) -> None:  # type: ignore[override]
-        stall_seconds = self._parts.config.limits.stall_seconds
-        with self._parts.calls.open() as call, StreamWriter(context, stall_seconds) as writer:
-            with call.wait():
-                error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
-                message = await read_first(context, stall_seconds, error)
-            if not isinstance(message, step_pb2.Step):  # EOF: the client closed its side
-                return
-            check_client(message.protocol_version)
-            session_id, protocol_version = message.session_id, PROTOCOL_VERSION
+    def Schedule(self, _: object, context: Context) -> Awaitable[None]:  # type: ignore[override]
+        return self._serve_steps(context, None)
+
+    def serve_link(self, _: object, link: Any) -> Awaitable[None]:  # noqa: ANN401 - a `StepLink`, maybe in a `GatedContext`
+        """Serves the steps of a link, as `Schedule` does those of a stream. The hello was checked."""
+        return self._serve_steps(link, link.hello.session_id)
+
+    async def _serve_steps(self, context: Any, session_id: str | None) -> None:  # noqa: ANN401 - see its callers
+        """Applies steps of a session, in turn, and sends the results.
+
+        Args:
+            context: The context of the call.
+            session_id: The session of a link; None for a stream, whose first message names it.
+        """
+        stall_seconds, message, write = self._parts.config.limits.stall_seconds, None, context.write
+        with ExitStack() as stack:
+            call = stack.enter_context(self._parts.calls.open())
+            if session_id is None:
+                write = stack.enter_context(StreamWriter(context, stall_seconds)).write
+                with call.wait():
+                    error = ExhaustedError("NOTHING_SENT", f"the stream sent nothing for {stall_seconds:g} s")
+                    message = await read_first(context, stall_seconds, error)
+                if not isinstance(message, step_pb2.Step):  # EOF: the client closed its side
+                    return
+                check_client(message.protocol_version)
+                session_id = message.session_id
             check_session(self._parts.state, session_id)
             pool, session = self._parts.sessions.find(session_id)
-            with self._parts.sessions.attached(session, call):
-                while isinstance(message, step_pb2.Step):
-                    if message.session_id not in ("", session_id):
-                        raise InvalidArgumentError("session_id", "differs from the stream's first step")
+            protocol_version = PROTOCOL_VERSION
+            if message is None:  # a link keeps no session alive, as a stopped process has one; its messages do
+                stack.enter_context(self._parts.calls.of_session(session.session_id, call))
+                context.welcome(session_id)
+                with call.wait():
+                    message = await context.read()
+            else:
+                stack.enter_context(self._parts.sessions.attached(session, call))
+            while isinstance(message, step_pb2.Step):
+                if message.session_id not in ("", session_id):
+                    raise InvalidArgumentError("session_id", "differs from the stream's first step")
+                if self._tracer:
+                    self._tracer.message_arrived()
+                await self.turns.take(pool.config.name, session.session_number)
+                try:
+                    start_seconds = time.perf_counter()
+                    message.ClearField("protocol_version")  # a retry of the step may have it or not
+                    result = wire_steps.result_to_proto(self._apply(session_id, pool, session, message))
+                    if self._observations:
+                        seconds = time.perf_counter() - start_seconds
+                        self._observations.step(pool.config.name, len(message.operations), seconds)
+                finally:
+                    self.turns.end()
+                del message  # it may be large, and the next one may take long
+                result.protocol_version, protocol_version = protocol_version, 0  # in the first result
+                try:
+                    await write(result)
+                finally:  # the client may have ended the stream once it had the answer
                     if self._tracer:
-                        self._tracer.message_arrived()
-                    await self.turns.take(pool.config.name, session.session_number)
-                    try:
-                        start_seconds = time.perf_counter()
-                        message.ClearField("protocol_version")  # a retry of the step may have it or not
-                        result = wire_steps.result_to_proto(self._apply(session_id, pool, session, message))
-                        if self._observations:
-                            seconds = time.perf_counter() - start_seconds
-                            self._observations.step(pool.config.name, len(message.operations), seconds)
-                    finally:
-                        self.turns.end()
-                    del message  # it may be large, and the next one may take long
-                    result.protocol_version, protocol_version = protocol_version, 0  # in the first result
-                    try:
-                        await writer.write(result)
-                    finally:  # the client may have ended the stream once it had the answer
-                        if self._tracer:
-                            self._tracer.end_step(pool, session, result.sequence)
-                    if self._parts.faults.can_be_armed:
-                        self._parts.faults.reach("step.answered")
-                    with call.wait():
-                        message = await context.read()
+                        self._tracer.end_step(pool, session, result.sequence)
+                if self._parts.faults.can_be_armed:
+                    self._parts.faults.reach("step.answered")
+                with call.wait():
+                    message = await context.read()
 
     def _run(self, change: UnaryChange) -> unary.UnaryResult:
         """Finds the session of a unary change, and applies it."""

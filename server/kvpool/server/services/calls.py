@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
@@ -63,10 +63,12 @@ class Calls:
 
     Args:
         shutdown: When the server stops.
+        on_session_end: Called with each session that has ended.
     """
 
-    def __init__(self, shutdown: Shutdown) -> None:
+    def __init__(self, shutdown: Shutdown, on_session_end: Callable[[SessionId], None]) -> None:
         self._shutdown = shutdown
+        self._on_session_end = on_session_end
         self._calls: dict[OpenCall, None] = {}  # in the order in which they began
         self._by_session: dict[SessionId, list[OpenCall]] = {}
 
@@ -103,6 +105,7 @@ class Calls:
         """Ends the calls of a session that ended for this reason; see `ended_error`."""
         for call in self._by_session.get(session_id, ()):
             call.end(ended_error(reason))
+        self._on_session_end(session_id)
 
     def end_all(self, error: KvpoolError) -> None:
         """Ends each open call once it has answered its current message."""

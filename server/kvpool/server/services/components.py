@@ -14,9 +14,11 @@ from kvpool.server.services.calls import Calls
 from kvpool.server.services.clock import ServerClock
 from kvpool.server.services.executor import CommandRecorder, Executor
 from kvpool.server.services.pools import Pools
+from kvpool.server.services.process_watch import ProcessWatch
 from kvpool.server.services.ranks import Ranks
 from kvpool.server.services.sessions import Sessions
 from kvpool.server.shutdown import Shutdown
+from kvpool.v1.allocator_pb2 import StepListener
 
 if TYPE_CHECKING:
     from kvpool.server.tracing import Tracer
@@ -37,6 +39,7 @@ class Components:
         boot_id: Random id of this server process.
         tracer: Traces admissions and calls; None unless configured.
         turns: Order in which sessions change pools.
+        step_listener: Tells clients where the server takes steps as frames.
     """
 
     def __init__(
@@ -54,11 +57,13 @@ class Components:
         self.journal = journal
         self.boot_id = secrets.token_hex(8)
         self.tracer = _tracer(config)
+        self.step_listener = StepListener()
         kept_bytes = min(KEPT_BYTES, config.limits.max_event_bytes // config.max_pools)
         self.event_logs = EventLogs(kept_bytes)
         self.turns = FairTurns(config.limits.max_waiting_steps, config.limits.max_waiting_bytes)
         self.shutdown = Shutdown(lambda: len(self.state.sessions))
-        self.calls = Calls(self.shutdown)
+        self.processes = ProcessWatch(lambda gone: self.sessions.end_gone(gone))  # noqa: PLW0108 - `sessions` follow
+        self.calls = Calls(self.shutdown, self.processes.forget)
         self.executor = Executor(self.state, self.clock, journal, self.event_logs, self.calls)
         self.sessions = Sessions(self.executor, self.calls, self.shutdown, faults, config)
         self.pools = Pools(self.executor, self.event_logs, self.shutdown, faults, config)

@@ -7,6 +7,7 @@ from kvpool.core import commands
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import UnavailableError
 from kvpool.core.execution.end_session import is_large
+from kvpool.core.ids import SessionId
 from kvpool.core.sessions.session import Session
 from kvpool.server.config import ServerConfig
 from kvpool.server.fault_points import FaultPoints
@@ -104,14 +105,23 @@ class Sessions:
         return self._executor.execute(commands.CloseSession(session_id, num_freed_requests)).num_freed_requests
 
     @contextlib.contextmanager
-    def attached(self, session: Session, stream: OpenCall) -> Iterator[None]:
-        """Keeps a session alive while its stream is open. Ends an older stream of the session."""
+    def attached(self, session: Session, stream: OpenCall, *, is_link: bool = False) -> Iterator[None]:
+        """Ends an older stream of a session. Keeps the session alive while the stream is open, if it is no link."""
         with self._calls.of_session(session.session_id, stream):
+            if is_link:  # the kernel keeps it open for a process that is stopped
+                yield
+                return
             self._executor.execute(commands.AttachStream(session.session_id))
             try:
                 yield
             finally:
                 self._executor.execute(commands.DetachStream(session.session_id))
+
+    def end_gone(self, session_id: SessionId) -> None:
+        """Ends the session of a process that has exited. One of its steps may still run on the GPU."""
+        if self._state.sessions.get(session_id):
+            reason = commands.EndReason.PROCESS_GONE
+            self._executor.execute(commands.EndSession(session_id, reason, self._quarantine_seconds))
 
     def end_due(self) -> None:
         """Ends the sessions whose lease has run out, and the quarantines that are over."""

@@ -98,7 +98,7 @@ class _Served:
             return ELSEWHERE if "the server is the primary" in fails else None
 
         max_calls = 0 if "calls of the token" in fails else 1
-        check = TokenCheck(tokens, State(), Calls(Shutdown(int)), max_calls, self.seen)
+        check = TokenCheck(tokens, State(), Calls(Shutdown(int), lambda _: None), max_calls, self.seen)
         confirmed: Any = _Confirmed()  # has all that the gate uses
         gate = Gate(confirmed, confirmed, DEADLINE_SECONDS)
         stall_seconds = 0.1 if "the request arrives" in fails else DEADLINE_SECONDS

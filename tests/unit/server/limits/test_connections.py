@@ -12,15 +12,15 @@ TCP, UNIX = "127.0.0.1:0", "unix:/s"
 @pytest.mark.parametrize(
     ("limit", "requested", "addresses", "expected"),
     [
-        (256, 0, [TCP], 128),
-        (256, 0, [TCP, UNIX], 64),
-        (256, 128, [TCP], 128),
+        (256, 0, [TCP], 64),
+        (256, 0, [TCP, UNIX], 25),
+        (256, 64, [TCP], 64),
         (256, 10, [TCP, UNIX], 10),
-        (129, 0, [TCP], 1),
+        (130, 0, [TCP], 1),
         (2**20, 0, [TCP, UNIX], 8192),
         (2**20, 100_000, [TCP], 100_000),
         (resource.RLIM_INFINITY, 0, [TCP], 8192),
-        (256, 0, ["unknown.invalid:50051"], 128),
+        (256, 0, ["unknown.invalid:50051"], 64),
     ],
 )
 def test_connections_fit(
@@ -32,7 +32,7 @@ def test_connections_fit(
 
 @pytest.mark.parametrize(
     ("limit", "requested", "addresses", "needed"),
-    [(256, 129, [TCP], 257), (256, 65, [TCP, UNIX], 258), (128, 0, [TCP], 129)],
+    [(256, 65, [TCP], 258), (256, 26, [TCP, UNIX], 258), (128, 0, [TCP], 130)],
 )
 def test_connections_that_do_not_fit_are_refused(
     limit: int, requested: int, addresses: list[str], needed: int, monkeypatch: pytest.MonkeyPatch

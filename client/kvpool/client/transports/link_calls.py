@@ -1,0 +1,219 @@
+"""Links as the calls of a session: over a blocking socket, and over asyncio."""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from kvpool.core.errors import KvpoolError
+from kvpool.wire import link as wire_link
+from kvpool.wire.address import host_and_port, set_options
+from kvpool.wire.channels import ClientCredentials
+from kvpool.wire.frames import FrameReader, encode_frame
+
+_CHUNK_BYTES: Final = 2**16
+_DEAD_PEER_SECONDS: Final = 6.0
+"""Time in which a server's machine that is away is noticed, as on gRPC's channels."""
+_UNIX: Final = "unix:"
+
+Refusal = Callable[[bytes], KvpoolError]
+"""Makes the error of a refusal."""
+
+
+class _Answers(FrameReader):
+    """The answers of a server on one link. The welcome counts as one.
+
+    Attributes:
+        payloads: The answers that have arrived, and were not taken.
+    """
+
+    __slots__ = ("_refusal", "payloads")
+
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(wire_link.CLIENT_STATE)
+        self.payloads: deque[bytes] = deque()
+        self._refusal = refusal
+
+    def take(self, data: bytes) -> None:
+        """Takes received bytes. Raises the error of a refusal, or for what is no answer."""
+        for kind, payload in self.feed(data):
+            if kind == wire_link.Kind.REFUSED:
+                raise self._refusal(payload)
+            self.payloads.append(payload)
+
+
+class SocketCall:
+    """A link over a blocking socket. One thread sends and receives, and any thread may cancel."""
+
+    is_link = True
+
+    def __init__(self, connection: socket.socket, refusal: Refusal) -> None:
+        self._socket = connection
+        self._answers = _Answers(refusal)
+        self._lock = threading.Lock()
+        self._is_waiting = False
+        self._is_over = False
+        self._send_error: OSError | None = None
+        self._error: KvpoolError | None = None
+        """What follows the answers."""
+
+    def fileno(self) -> int:
+        """The descriptor, to wait for the end of the link; -1 after it."""
+        return self._socket.fileno()
+
+    def send(self, step: bytes, due_seconds: float) -> None:
+        """See `StepCall`."""
+        self.write(encode_frame(wire_link.Kind.REQUEST, step), due_seconds)
+
+    def write(self, data: bytes, due_seconds: float) -> None:
+        """See `LinkCall`."""
+        try:
+            self._socket.settimeout(max(due_seconds - time.monotonic(), 0.001))
+            self._socket.sendall(data)
+        except TimeoutError:
+            raise
+        except OSError as error:  # the server may have refused before it closed the connection
+            self._send_error = error
+
+    async def receive(self, due_seconds: float) -> bytes:
+        """See `StepCall`."""
+        connection, answers = self._socket, self._answers
+        with self._lock:
+            self._is_waiting = True
+        try:
+            while not answers.payloads:
+                if self._error:
+                    raise self._error
+                connection.settimeout(max(due_seconds - time.monotonic(), 0.001))
+                data = connection.recv(_CHUNK_BYTES)
+                if not data:
+                    raise self._send_error or ConnectionResetError
+                try:
+                    answers.take(data)
+                except KvpoolError as error:
+                    self._error = error
+            return answers.payloads.popleft()
+        finally:
+            with self._lock:
+                self._is_waiting = False
+                if self._is_over:
+                    connection.close()
+
+    def cancel(self) -> None:
+        """See `StepCall`. A thread that waits closes the socket when it wakes."""
+        with self._lock:
+            if self._is_over:
+                return
+            self._is_over = True
+            with contextlib.suppress(OSError):  # not the method of `ssl`, which would let others write plaintext
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            if not self._is_waiting:
+                self._socket.close()
+
+
+class AsyncioCall(asyncio.Protocol):
+    """A link over asyncio. Belongs to one event loop."""
+
+    is_link = True
+
+    def __init__(self, refusal: Refusal) -> None:
+        self._answers = _Answers(refusal)
+        self._arrival: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        """What follows the answers."""
+        self._transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See asyncio."""
+        assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
+        self._transport = transport
+        set_options(transport.get_extra_info("socket"), _DEAD_PEER_SECONDS)
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio."""
+        try:
+            self._answers.take(data)
+        except KvpoolError as error:
+            self._error = error
+        self._wake()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        """See asyncio."""
+        self._error = self._error or ConnectionResetError()
+        self._wake()
+
+    def send(self, step: bytes, due_seconds: float) -> None:
+        """See `StepCall`."""
+        self.write(encode_frame(wire_link.Kind.REQUEST, step), due_seconds)
+
+    def write(self, data: bytes, due_seconds: float) -> None:
+        """See `LinkCall`."""
+        del due_seconds
+        self._transport.write(data)
+
+    async def receive(self, due_seconds: float) -> bytes:
+        """See `StepCall`."""
+        async with asyncio.timeout(due_seconds - time.monotonic()):
+            while not self._answers.payloads:
+                if self._error:
+                    raise self._error
+                self._arrival = asyncio.get_running_loop().create_future()
+                await self._arrival
+            return self._answers.payloads.popleft()
+
+    def cancel(self) -> None:
+        """See `StepCall`."""
+        self._transport.abort()
+
+    def _wake(self) -> None:
+        if self._arrival and not self._arrival.done():
+            self._arrival.set_result(None)
+
+
+def open_socket(address: str, access: ClientCredentials, due_seconds: float) -> socket.socket:
+    """Connects to a listener of links.
+
+    Raises:
+        OSError: It cannot be reached, or its certificate is not trusted.
+        ValueError: A file of the credentials cannot be read.
+    """
+    timeout_seconds = max(due_seconds - time.monotonic(), 0.001)
+    if address.startswith(_UNIX):
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.settimeout(timeout_seconds)
+            connection.connect(address.removeprefix(_UNIX))
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+    host, port = host_and_port("address", address)
+    connection = socket.create_connection((host, port), timeout_seconds)
+    try:
+        set_options(connection, _DEAD_PEER_SECONDS)
+        context, name = tls_of(access, host)
+        return context.wrap_socket(connection, server_hostname=name) if context else connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+async def open_protocol(address: str, access: ClientCredentials, call: AsyncioCall) -> None:
+    """Connects a protocol to a listener of links. Raises as `open_socket`."""
+    loop = asyncio.get_running_loop()
+    if address.startswith(_UNIX):
+        await loop.create_unix_connection(lambda: call, address.removeprefix(_UNIX))
+        return
+    host, port = host_and_port("address", address)
+    context, name = tls_of(access, host)
+    await loop.create_connection(lambda: call, host, port, ssl=context, server_hostname=name if context else None)
+
+
+def tls_of(access: ClientCredentials, host: str) -> tuple[ssl.SSLContext | None, str]:
+    """The context of TLS, and the name that the server's certificate must have; None for plaintext."""
+    return (access.tls.context(), access.tls.server_name or host) if access.tls else (None, "")

@@ -1,0 +1,167 @@
+"""The link, which carries the steps of a session: which frame may follow which. No I/O; link.proto documents it.
+
+| state | a server may receive | a client may receive |
+|-|-|-|
+| greeting | PROBE: it is probed; HELLO: it is open | PROOF: it is probed; as probed |
+| probed | HELLO: it is open | WELCOME: it is open; REFUSED: it is over |
+| open | REQUEST | ANSWER; REFUSED: it is over |
+| over | nothing | nothing |
+
+A client may send requests before the welcome. They are answered after it, in order.
+"""
+
+import hmac
+from enum import IntEnum
+from pathlib import PurePosixPath
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from kvpool.core.errors import UnavailableError
+from kvpool.v1 import allocator_pb2, link_pb2
+from kvpool.wire.address import host_and_port
+from kvpool.wire.errors import malformed_error
+from kvpool.wire.frames import State, encode_frame
+from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client, check_server
+
+MAX_GREETING_BYTES: Final = 16 * 1024
+"""Maximum size of what is received before the link is open, from a peer that is not authenticated."""
+MAX_ANSWER_BYTES: Final = 2**31
+"""Maximum size of an answer. What a server accepts bounds the answers; this bounds what another program sends."""
+_MAX_PROBE_BYTES: Final = 64
+OTHER_SERVER: Final = "OTHER_SERVER"
+"""Reason for which a server refuses a hello with the id of another one."""
+_UNIX: Final = "unix:"
+_STEPS: Final = ".steps"
+
+
+class Kind(IntEnum):
+    """Kind of a frame."""
+
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    REQUEST = 4
+    ANSWER = 5
+    PROBE = 6
+    PROOF = 7
+
+
+def server_state(max_bytes: int) -> State:
+    """The first state of a server, which takes requests of up to a number of bytes."""
+    requests: dict[int, tuple[int, State]] = {}
+    is_open = State("open", requests)
+    requests[Kind.REQUEST] = max_bytes, is_open
+    hello = {int(Kind.HELLO): (MAX_GREETING_BYTES, is_open)}
+    return State("greeting", {Kind.PROBE: (_MAX_PROBE_BYTES, State("probed", hello)), **hello})
+
+
+def _client_state() -> State:
+    answers: dict[int, tuple[int, State]] = {}
+    over, is_open = State("over"), State("open", answers)
+    answers |= {Kind.ANSWER: (MAX_ANSWER_BYTES, is_open), Kind.REFUSED: (MAX_GREETING_BYTES, over)}
+    greeting: dict[int, tuple[int, State]] = {
+        Kind.WELCOME: (MAX_GREETING_BYTES, is_open),
+        Kind.REFUSED: (MAX_GREETING_BYTES, over),
+    }
+    return State("greeting", {Kind.PROOF: (_MAX_PROBE_BYTES, State("probed", greeting)), **greeting})
+
+
+CLIENT_STATE: Final = _client_state()
+"""The first state of a client."""
+
+
+def proof(probed: bytes, server_id: str) -> bytes:
+    """What the server with this id answers to random bytes."""
+    return hmac.digest(server_id.encode(), probed, "sha256")
+
+
+def check_proof(answer: bytes, probed: bytes, server_id: str) -> None:
+    """Checks what answers to random bytes. Raises UnavailableError (OTHER_SERVER)."""
+    if not hmac.compare_digest(answer, proof(probed, server_id)):
+        raise UnavailableError(OTHER_SERVER, "another program, or another server, listens there")
+
+
+def hello(server_id: str, session_id: str, token: str) -> bytes:
+    """Encodes the first frame of a client."""
+    message = link_pb2.LinkHello(
+        protocol_version=PROTOCOL_VERSION, server_id=server_id, session_id=session_id, token=token
+    )
+    return encode_frame(Kind.HELLO, message.SerializeToString())
+
+
+def read_hello(payload: bytes, server_id: str) -> link_pb2.LinkHello:
+    """Decodes the first frame of a client, in the server with this id.
+
+    Raises:
+        InvalidArgumentError: It cannot be parsed.
+        UnavailableError: It is meant for another server (OTHER_SERVER).
+        WrongStateError: The client speaks another protocol version.
+    """
+    try:
+        message = link_pb2.LinkHello.FromString(payload)
+    except DecodeError:
+        raise malformed_error() from None
+    if message.server_id != server_id:  # whatever version that one speaks
+        text = "another server, or an earlier process of this one, gave the client this address"
+        raise UnavailableError(OTHER_SERVER, text, field="server_id", retry_seconds=0.0)
+    check_client(message.protocol_version)
+    return message
+
+
+def welcome() -> bytes:
+    """Encodes the answer to a hello."""
+    message = link_pb2.LinkWelcome(protocol_version=PROTOCOL_VERSION)
+    return encode_frame(Kind.WELCOME, message.SerializeToString())
+
+
+def check_welcome(payload: bytes) -> None:
+    """Checks the answer to a hello.
+
+    Raises:
+        ServerError: The server speaks another protocol version, or sends something else.
+    """
+    try:
+        version = link_pb2.LinkWelcome.FromString(payload).protocol_version
+    except DecodeError:
+        version = 0
+    check_server(version)
+
+
+def steps_address(address: str) -> str:
+    """The address where a server that listens on `address` takes steps, unless it has a setting."""
+    if address.startswith(_UNIX):
+        return address + _STEPS
+    host, _, port = address.rpartition(":")
+    following = int(port) + 1 if int(port) else 0
+    return f"{host}:{following}" if following < 2**16 else ""
+
+
+def step_listener(server_id: str, addresses: list[str], bound: list[str]) -> allocator_pb2.StepListener:
+    """Tells clients where a server takes steps.
+
+    Args:
+        server_id: Id of the server process.
+        addresses: The addresses of its gRPC service.
+        bound: The addresses where it takes steps.
+    """
+    folders = {PurePosixPath(each).parent for each in addresses if each.startswith(_UNIX)}
+    paths = [PurePosixPath(each.removeprefix(_UNIX)) for each in bound if each.startswith(_UNIX)]
+    names = [path.name if PurePosixPath(f"{_UNIX}{path}").parent in folders else str(path) for path in paths]
+    ports = [host_and_port("steps_listen", each)[1] for each in bound if not each.startswith(_UNIX)]
+    return allocator_pb2.StepListener(server_id=server_id, paths=names, ports=ports)
+
+
+def told_address(listener: allocator_pb2.StepListener, called: str) -> str:
+    """Where a client that calls a server at `called` reaches its listener; empty if it has none of this kind."""
+    if called.startswith(_UNIX):
+        path = PurePosixPath(called.removeprefix(_UNIX))
+        name = _preferred(list(listener.paths), path.name + _STEPS)
+        return f"{_UNIX}{path.parent / name}" if name else ""
+    host, _, port = called.rpartition(":")
+    found = _preferred([str(each) for each in listener.ports], str(int(port) + 1))
+    return f"{host}:{found}" if found else ""
+
+
+def _preferred(choices: list[str], wanted: str) -> str:
+    return wanted if wanted in choices else next(iter(choices), "")

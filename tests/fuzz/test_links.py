@@ -1,0 +1,131 @@
+"""Streams of a link, cut anywhere or mutated: they give the frames that were sent, or the documented errors."""
+
+import tracemalloc
+from random import Random
+from typing import Final
+
+import pytest
+
+from fuzz.mutations import mutate_bytes
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
+from kvpool.v1 import step_pb2
+from kvpool.wire import link
+from kvpool.wire.errors import to_status
+from kvpool.wire.frames import HEAD, FrameReader, State, encode_frame
+from kvpool.wire.link import Kind
+
+Frame = tuple[int, bytes]
+SERVER_ID: Final = "server"
+MAX_BYTES: Final = 2**20
+_REQUESTS: Final = [
+    step_pb2.Step(sequence=i, operations=[step_pb2.OPERATION_FREE] * i, request_ids=["r"] * i) for i in range(4)
+]
+_ANSWERS: Final = [step_pb2.StepResult(sequence=i, block_ids=range(i)) for i in range(4)]
+_REFUSED: Final = encode_frame(Kind.REFUSED, to_status(InvalidArgumentError("kind", "x")).SerializeToString())
+SIDES: Final[dict[str, tuple[State, list[bytes]]]] = {
+    "server": (
+        link.server_state(MAX_BYTES),
+        [
+            link.hello(SERVER_ID, "session", "token"),
+            *(encode_frame(Kind.REQUEST, each.SerializeToString()) for each in _REQUESTS),
+        ],
+    ),
+    "client": (
+        link.CLIENT_STATE,
+        [link.welcome(), *(encode_frame(Kind.ANSWER, each.SerializeToString()) for each in _ANSWERS), _REFUSED],
+    ),
+}
+"""What each side receives, from the first state on."""
+_TRIES: Final = 3000
+
+
+def fed(state: State, chunks: list[bytes]) -> tuple[list[Frame], str]:
+    """Feeds chunks. Returns the frames, and the error; empty if there is none."""
+    reader, frames = FrameReader(state), list[Frame]()
+    for chunk in chunks:
+        try:
+            frames += reader.feed(chunk)
+        except (InvalidArgumentError, ExhaustedError) as error:
+            return frames, f"{error.reason}: {error}"
+    return frames, ""
+
+
+def bytewise(data: bytes) -> list[bytes]:
+    return [data[at : at + 1] for at in range(len(data))]
+
+
+def cut(rng: Random, data: bytes) -> list[bytes]:
+    ends = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(4)))
+    return [data[begin:end] for begin, end in zip([0, *ends], [*ends, len(data)], strict=True)]
+
+
+def mutate(rng: Random, frames: list[bytes]) -> bytes:
+    """Mutates bytes, a head, or the order of frames."""
+    frames = list(frames)
+    at = rng.randrange(len(frames))
+    num_bytes, kind = HEAD.unpack_from(frames[at])
+    match rng.randrange(5):
+        case 0:
+            frames[at] = HEAD.pack(rng.choice((0, num_bytes + 1, 2**14 + 1, 2**32 - 1)), kind) + frames[at][HEAD.size :]
+        case 1:
+            frames[at] = HEAD.pack(num_bytes, rng.randrange(256)) + frames[at][HEAD.size :]
+        case 2:
+            frames.insert(at, rng.choice(frames))
+        case 3:
+            frames[at] = encode_frame(kind, mutate_bytes(rng, frames[at][HEAD.size :], b""))
+        case _:
+            return mutate_bytes(rng, b"".join(frames), frames[0])
+    return b"".join(frames)
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_stream_that_is_cut_anywhere_gives_the_same_frames(side: str) -> None:
+    state, frames = SIDES[side]
+    data, sent = b"".join(frames), [(frame[HEAD.size - 1], frame[HEAD.size :]) for frame in frames]
+    for at in range(len(data) + 1):
+        assert fed(state, [data[:at], data[at:]]) == (sent, "")
+    assert fed(state, bytewise(data)) == (sent, "")
+
+
+@pytest.mark.parametrize("side", SIDES)
+def test_a_mutated_stream_gives_frames_that_were_sent_and_then_one_error(side: str) -> None:
+    rng, errors = Random(5), set[str]()
+    state, frames = SIDES[side]
+    for _ in range(_TRIES):
+        data = mutate(rng, frames)
+        found, error = fed(state, bytewise(data))
+        whole = b"".join(encode_frame(*frame) for frame in found)
+        assert data.startswith(whole)
+        if not error and len(data) - len(whole) >= HEAD.size:
+            assert HEAD.unpack_from(data, len(whole))[0] > len(data) - len(whole) - HEAD.size, "it waits for the rest"
+        some, same_error = fed(state, cut(rng, data))
+        assert (some, same_error) == (found[: len(some)], error)
+        assert error or len(some) == len(found)
+        errors.add(error.partition(":")[0])
+    assert errors == {"", "MALFORMED", "MESSAGE_TOO_LARGE"}
+
+
+def test_a_mutated_greeting_is_refused_with_a_documented_error_or_accepted() -> None:
+    rng, reasons = Random(6), set[str]()
+    hello, welcome = (frame[HEAD.size :] for frame in (SIDES["server"][1][0], SIDES["client"][1][0]))
+    for _ in range(_TRIES):
+        try:
+            link.read_hello(mutate_bytes(rng, hello, welcome), SERVER_ID)
+            link.check_welcome(mutate_bytes(rng, welcome, hello))
+        except KvpoolError as error:
+            reasons.add(error.reason)
+        else:
+            reasons.add("")
+    assert reasons == {"", "MALFORMED", "OTHER_SERVER", "PROTOCOL_VERSION"}
+
+
+@pytest.mark.parametrize("torn_bytes", [0, 1000])
+def test_a_payload_that_is_announced_takes_no_memory_before_it_arrives(torn_bytes: int) -> None:
+    reader = FrameReader(link.CLIENT_STATE)
+    reader.feed(link.welcome())
+    tracemalloc.start()
+    try:
+        assert reader.feed(HEAD.pack(link.MAX_ANSWER_BYTES, Kind.ANSWER) + bytes(torn_bytes)) == []
+        assert tracemalloc.get_traced_memory()[1] < 2**16
+    finally:
+        tracemalloc.stop()

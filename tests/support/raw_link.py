@@ -1,0 +1,163 @@
+"""A link without a client: a test decides each byte that a server receives."""
+
+import select
+import socket
+import ssl
+import struct
+from dataclasses import dataclass
+from typing import Self
+
+from google.rpc.status_pb2 import Status
+
+from kvpool.core.errors import KvpoolError
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
+from kvpool.wire import link
+from kvpool.wire.address import host_and_port
+from kvpool.wire.channels import TlsConfig
+from kvpool.wire.errors import from_status
+from kvpool.wire.frames import FrameReader, encode_frame
+from support.auth import channel
+from support.waiting import DEADLINE_SECONDS
+
+
+@dataclass(frozen=True, slots=True)
+class RawSession:
+    """A session that no client keeps: its lease runs.
+
+    Attributes:
+        server: Address of the server.
+        session_id: The session.
+        server_id: Id of the server.
+        address: Where the server takes steps.
+        token: The token that opened it; empty without tokens.
+        tls: TLS of the connection; None for plaintext.
+    """
+
+    server: str
+    session_id: str
+    server_id: str
+    address: str
+    token: str = ""
+    tls: TlsConfig | None = None
+
+    @classmethod
+    def open(cls, address: str, pool: str = "m", token: str = "", tls: TlsConfig | None = None) -> Self:
+        """Opens a session with a lease of ten minutes in the pool of a server."""
+        with channel(address, token or None, tls) as opened:
+            stub = allocator_pb2_grpc.AllocatorServiceStub(opened)
+            request = allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=600)
+            answer = stub.OpenSession(request, timeout=DEADLINE_SECONDS)
+        listener = answer.step_listener
+        told = link.told_address(listener, address)
+        return cls(address, answer.session.session_id, listener.server_id, told, token, tls)
+
+    def close(self) -> None:
+        """Closes the session."""
+        with channel(self.server, self.token or None, self.tls) as opened:
+            stub = allocator_pb2_grpc.AllocatorServiceStub(opened)
+            stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=self.session_id), timeout=DEADLINE_SECONDS)
+
+    def hello(self, **fields: str) -> bytes:
+        """The hello of this session; `fields` replace its arguments."""
+        said = {"server_id": self.server_id, "session_id": self.session_id, "token": self.token}
+        return link.hello(**{**said, **fields})
+
+    def connect(self, first_bytes: bytes = b"") -> "RawLink":
+        """Connects, and sends bytes."""
+        return RawLink(self.address, first_bytes, self.tls)
+
+    def greeted(self) -> "RawLink":
+        """Connects, sends the hello, and waits for the welcome."""
+        connected = self.connect(self.hello())
+        connected.welcome()
+        return connected
+
+
+class RawLink:
+    """A connection to a server's listener of links."""
+
+    def __init__(self, address: str, first_bytes: bytes = b"", tls: TlsConfig | None = None) -> None:
+        if address.startswith("unix:"):
+            self.socket = socket.socket(socket.AF_UNIX)
+            self.socket.settimeout(DEADLINE_SECONDS)
+            self.socket.connect(address.removeprefix("unix:"))
+        else:
+            host, port = host_and_port("address", address)
+            self.socket = socket.create_connection((host, port), DEADLINE_SECONDS)
+            if tls:
+                self.socket = tls.context().wrap_socket(self.socket, server_hostname=host)
+        self._reader = FrameReader(link.CLIENT_STATE)
+        self._frames: list[tuple[int, bytes]] = []
+        self.send(first_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.socket.close()
+
+    def close_write(self) -> None:
+        """Ends the connection in one direction: nothing more is sent."""
+        self.socket.shutdown(socket.SHUT_WR)
+
+    def wait_ended(self) -> None:
+        """Waits until the server has closed the connection, without reading what it has sent before."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        assert poll.poll(1000 * DEADLINE_SECONDS), "the server did not close the connection"
+
+    def reset(self) -> None:
+        """Ends the connection as a failure does."""
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    def send(self, data: bytes) -> None:
+        """Sends bytes."""
+        self.socket.sendall(data)
+
+    def next(self) -> tuple[int, bytes] | None:
+        """Waits for the next frame; None at the end of the connection."""
+        while not self._frames:
+            try:
+                data = self.socket.recv(2**16)
+            except (ConnectionError, ssl.SSLError):  # the server closed it with bytes unread
+                data = b""
+            if not data:
+                return None
+            self._frames += self._reader.feed(data)
+        return self._frames.pop(0)
+
+    def welcome(self) -> None:
+        """Waits for the welcome."""
+        link.check_welcome(self._payload(link.Kind.WELCOME))
+
+    def answer(self) -> step_pb2.StepResult:
+        """Waits for the result of a step."""
+        return step_pb2.StepResult.FromString(self._payload(link.Kind.ANSWER))
+
+    def refusal(self) -> KvpoolError:
+        """Waits for the error, with which the connection ends; skips earlier answers."""
+        found = self.next()
+        while found and found[0] == link.Kind.ANSWER:
+            found = self.next()
+        assert found
+        assert found[0] == link.Kind.REFUSED, found
+        assert self.next() is None
+        return from_status(Status.FromString(found[1]))
+
+    def _payload(self, expected: link.Kind) -> bytes:
+        found = self.next()
+        assert found, "the server ended the connection"
+        kind, payload = found
+        assert kind == expected, from_status(Status.FromString(payload)) if kind == 3 else kind
+        return payload
+
+
+def request(sequence: int, **columns: object) -> bytes:
+    """The frame of a step, by default an empty one."""
+    step = step_pb2.Step(sequence=sequence, **columns)  # type: ignore[arg-type]
+    return encode_frame(link.Kind.REQUEST, step.SerializeToString())
