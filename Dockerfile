@@ -29,10 +29,11 @@ RUN install -d -o 10001 -g 10001 -m 0700 /var/lib/kvpool
 VOLUME /var/lib/kvpool
 USER 10001:10001
 # It starts with TLS (KVPOOL_SERVE_TLS_CERT, KVPOOL_SERVE_TLS_KEY), or if told which of grpc and metrics may be plaintext:
-# KVPOOL_SERVE_ALLOW_PLAINTEXT. Its own health is asked for on a unix socket, which needs neither.
+# KVPOOL_SERVE_ALLOW_PLAINTEXT. Its own health is asked for on a unix socket, which needs neither. Steps of schedulers come
+# to the port after that of gRPC.
 ENV KVPOOL_SERVE_LISTEN="0.0.0.0:50051 unix:/tmp/kvpool.sock" KVPOOL_SERVE_METRICS_LISTEN=0.0.0.0:9464 \
     KVPOOL_SERVE_JOURNAL=/var/lib/kvpool
-EXPOSE 50051 9464
+EXPOSE 50051 50052 9464
 HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 CMD ["kvpool", "health", "unix:/tmp/kvpool.sock"]
 CMD ["serve"]
 
@@ -49,8 +50,8 @@ COPY --from=wheel /opt/kvpool /usr/local
 RUN install -d -o 10001 -g 10001 -m 0700 /run/kvpool /var/lib/kvpool
 USER 10001:10001
 # It starts if told that metrics and health may be plaintext: KVPOOL_WORKER_ALLOW_PLAINTEXT.
-ENV KVPOOL_WORKER_HEALTH_LISTEN=0.0.0.0:50052 KVPOOL_WORKER_METRICS_LISTEN=0.0.0.0:9465
-EXPOSE 50052 9465
+ENV KVPOOL_WORKER_HEALTH_LISTEN=0.0.0.0:50053 KVPOOL_WORKER_METRICS_LISTEN=0.0.0.0:9465
+EXPOSE 50053 9465
 # Healthy once its pool is ready, which may take as long as the slowest rank does.
-HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["kvpool", "health", "127.0.0.1:50052"]
+HEALTHCHECK --interval=5s --timeout=5s --start-period=120s --retries=3 CMD ["kvpool", "health", "127.0.0.1:50053"]
 CMD ["worker"]

@@ -166,8 +166,8 @@ def architecture() -> str:
                 "ranks: membership, epochs, fences",
             )),
             Box(420, 205, 360, 45, "other", "journal (optional)", ("commands and snapshots, in files",)),
-            Arrow(((250, 51), (400, 51)), "AllocatorService", both=True, shift=(-52, -6)),
-            Arrow(((250, 122), (400, 122)), "AllocatorService", both=True, shift=(-52, -6)),
+            Arrow(((250, 51), (400, 51)), "AllocatorService, links", both=True, shift=(-68, -6)),
+            Arrow(((250, 122), (400, 122)), "AllocatorService, links", both=True, shift=(-68, -6)),
             Arrow(((400, 185), (250, 185)), "EventService", shift=(-40, -6)),
             Arrow(((400, 248), (250, 248)), "AdminService, HTTP", shift=(-56, -6)),
             Box(400, 310, 190, 45, "rank", "rank 0 (GPU worker)", ("memory of its layers or heads",)),
@@ -201,11 +201,11 @@ def life_of_a_request() -> str:
             )),
             Box(left, 200, 360, 62, "client", "3  StepStream.exchange()", (
                 "wire/steps.py: columns to a protobuf Step",
-                "client/transports/step_stream.py: the session's stream",
+                "client/transports/step_stream.py: a frame on the link",
             )),
-            Box(right, 200, 380, 62, "server", "4  AllocatorService.Schedule()", (
-                "read, wait for a fair turn, check limits",
-                "server/services/allocator_service.py, limits/",
+            Box(right, 200, 380, 62, "server", "4  AllocatorService._serve_steps()", (
+                "read a frame, wait for a fair turn, check limits",
+                "server/services/step_links.py, allocator_service.py",
             )),
             Box(right, 290, 380, 62, "core", "5  apply_step(): validate, then apply", (
                 "core/execution/rows.py: the whole step, no change",
