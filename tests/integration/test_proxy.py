@@ -154,7 +154,7 @@ def test_a_link_is_tried_again_after_a_pause(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(step_stream, "GRPC_SECONDS", pause_seconds)
+    monkeypatch.setattr(step_stream, "FIRST_GRPC_SECONDS", pause_seconds)
     steps, hidden = tmp_path / "s.steps", tmp_path / "hidden"
 
     def num_connections() -> int:
@@ -179,7 +179,7 @@ def test_a_link_is_tried_again_after_a_pause(
 def test_a_stranger_at_the_address_of_steps_learns_no_token(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         monkeypatch.setattr(wire_link, "told_address", lambda *_: f"127.0.0.1:{stranger.getsockname()[1]}")
-        with connect(f"127.0.0.1:{port}", token="secret") as client:  # noqa: S106 - any
+        with connect(f"127.0.0.1:{port}", token="secret", allow_plaintext=True) as client:  # noqa: S106 - any
             opening = threading.Thread(target=client.open_session, args=(new_pool(port),))
             opening.start()
             connection, _ = stranger.accept()

@@ -26,6 +26,7 @@ class ServerLink:
         schedule: Calls Schedule with encoded steps and results.
         read_token: Reads the token; empty for none.
         step_listener: Where the server takes steps as frames; None: ask it.
+        num_failed_dials: Number of times since the last link that none could be made.
         grpc_until_seconds: Time of the monotonic clock until which steps go over gRPC, as the listener was not reached.
         step_calls: The open calls of steps on links.
     """
@@ -39,6 +40,7 @@ class ServerLink:
         self.schedule: Any = channel.stream_stream("/kvpool.v1.AllocatorService/Schedule")
         self.read_token = read_token
         self.step_listener: StepListener | None = None
+        self.num_failed_dials = 0
         self.grpc_until_seconds = 0.0
         self.step_calls: set[Cancellable] = set()
         self._channel = channel

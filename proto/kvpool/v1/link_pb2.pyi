@@ -32,8 +32,9 @@ class LinkHello(_message.Message):
     | 6 | client | random bytes, once before its hello; optional, at most 64 |
     | 7 | server | HMAC-SHA-256 of those bytes, with the server's id as the key |
 
-    Kinds 6 and 7 show a client that it has reached its server, and no other program at the same port, before it sends a
-    token. The server's id is a secret, which it tells its clients over gRPC.
+    Kinds 6 and 7 show a client that its server answers, and no other program at the same port. The server's id is a secret,
+    which it tells its clients over gRPC. A program in between can pass the frames on: send a token only where that cannot
+    be, over TLS or a unix socket.
 
     The errors are those of AllocatorService.Schedule. Two more end a link before the welcome: UNAVAILABLE, reason
     OTHER_SERVER (the server's id is another one); INVALID_ARGUMENT, reason MALFORMED (a frame is not as above). A new

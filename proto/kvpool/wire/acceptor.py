@@ -40,7 +40,8 @@ def bound_listeners(host: str, port: int) -> list[socket.socket]:
     first_error: OSError | None = None
     for family, address in dict.fromkeys((each[0], str(each[4][0])) for each in found):
         try:
-            listener = socket.create_server((address, port), family=family, backlog=_BACKLOG)
+            is_dual = address == host == "::" and socket.has_dualstack_ipv6()  # as gRPC's
+            listener = socket.create_server((address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual)
         except OSError as error:
             first_error = first_error or error
             continue
@@ -95,7 +96,7 @@ class Acceptor:
 
     def start(self, listeners: list[socket.socket]) -> None:
         """Begins to accept connections of these sockets, and owns them."""
-        self._accepting = [asyncio.create_task(self._accept(listener), name="accept") for listener in listeners]
+        self._accepting += [asyncio.create_task(self._accept(listener), name="accept") for listener in listeners]
 
     def close(self) -> None:
         """Accepts nothing more, and ends the connections in a handshake."""

@@ -89,7 +89,7 @@ def server_channel_options(
 
 @dataclass(frozen=True, slots=True)
 class TlsConfig:
-    """TLS settings of a client. The files are in PEM format and are read when a channel is made.
+    """TLS settings of a client. The files are in PEM format and are read for each connection.
 
     Attributes:
         ca: Certificate authorities for the server's certificate; None for gRPC's default roots.
@@ -112,6 +112,7 @@ class TlsConfig:
         self.credentials()
         try:
             context = ssl.create_default_context(cafile=self.ca)
+            context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # as gRPC: authorities may lack what it demands
             if self.cert:
                 context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:
@@ -172,6 +173,14 @@ class ClientCredentials:
         self._for(address, ())
         if self.token is not None:
             _read_token(self.token)
+
+    def sends_openly(self, address: str) -> bool:
+        """Whether others could read a token that is sent to an address, although the configuration does not allow it.
+
+        On loopback a call may reach another program of this machine, such as one that forwards a port.
+        """
+        is_private = bool(self.tls) or address.startswith("unix:")
+        return self.token is not None and not (is_private or self.allow_plaintext)
 
     def token_reader(self) -> Callable[[], str]:
         """Makes a function that reads the current token; "" for none. Raises ValueError if a file cannot be read."""

@@ -6,6 +6,7 @@
 """
 
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -52,8 +53,12 @@ class FrameReader:
         self.torn = bytearray()
         self._head: tuple[int, int] | None = None
 
-    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+    def feed(self, data: bytes, max_frames: int = sys.maxsize) -> list[tuple[int, bytes]]:
         """Takes received bytes. Returns kind and payload of the frames that are complete with them.
+
+        Args:
+            data: The bytes.
+            max_frames: Maximum number of frames to return. Further ones wait for a call, which may bring no bytes.
 
         Raises:
             InvalidArgumentError: A frame of this kind may not come now (MALFORMED).
@@ -62,7 +67,7 @@ class FrameReader:
         frames: list[tuple[int, bytes]] = []
         torn = self.torn
         torn += data
-        while True:
+        while len(frames) < max_frames:
             if self._head is None:
                 if len(torn) < HEAD.size:
                     return frames
@@ -82,3 +87,4 @@ class FrameReader:
             frames.append((kind, bytes(torn[HEAD.size : end])))
             del torn[:end]
             self._head = None
+        return frames

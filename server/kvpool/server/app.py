@@ -239,7 +239,7 @@ class Server:
             wait.cancel()
         await self.hand_over()
         await self.stop()
-        return restarts
+        return restarts and not self.components.shutdown.is_requested
 
     async def hand_over(self) -> None:
         """Lets an in-sync standby take over, if there is one and this server is the primary."""

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from kvpool.client.transports.link_calls import AsyncioCall, SocketCall
-from kvpool.core.errors import InvalidArgumentError, KvpoolError
+from kvpool.core.errors import KvpoolError
 from kvpool.wire import link
 from kvpool.wire.errors import ServerError
 from kvpool.wire.frames import encode_frame
@@ -53,5 +53,5 @@ def test_what_is_no_answer_is_an_error() -> None:
         server.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         call.data_received(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         for each in (SocketCall(blocking, refusal), call):
-            with pytest.raises(InvalidArgumentError, match="may not come while the link is greeting"):
+            with pytest.raises(ServerError, match="may not come while the link is greeting"):
                 asyncio.run(each.receive(time.monotonic() + DEADLINE_SECONDS))

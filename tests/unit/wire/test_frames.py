@@ -2,6 +2,7 @@
 
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError
 from kvpool.wire.frames import HEAD, FrameReader, State, encode_frame
+from kvpool.wire.link import Kind, server_state
 from support.refusals import refused
 
 SECOND = State("second", {2: (8, State("over"))})
@@ -45,3 +46,9 @@ def test_another_kind_is_refused_from_the_head_and_what_follows_too() -> None:
         with refused(InvalidArgumentError, field="kind", reason="MALFORMED", match=text):
             reader.feed(data)
     assert reader.state is FIRST
+
+
+def test_more_frames_than_wanted_wait_for_the_next_call() -> None:
+    reader, frames = FrameReader(server_state(8)), [(Kind.HELLO, b""), *((Kind.REQUEST, bytes([i])) for i in range(4))]
+    assert reader.feed(b"".join(encode_frame(*frame) for frame in frames), 2) == frames[:2]
+    assert (reader.feed(b"", 0), reader.feed(b"", 2), reader.feed(b"")) == ([], frames[2:4], frames[4:])

@@ -10,7 +10,7 @@ import grpc
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.server_link import ServerLink
-from kvpool.client.transports.grpc import GrpcTransport
+from kvpool.client.transports.grpc import GrpcTransport, on_open_channel
 from kvpool.client.transports.link_calls import AsyncioCall, open_protocol
 from kvpool.client.transports.step_stream import LinkCall, StepCall, StepStream
 from kvpool.client.transports.watches import WatchCall, observe_servers
@@ -36,7 +36,9 @@ class AsyncioGrpcTransport(GrpcTransport):
     ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
-            return await method(link)(request, timeout=timeout_seconds)
+            with on_open_channel(self.connection, link):
+                call = method(link)(request, timeout=timeout_seconds)
+            return await call
         except _FAILURES as error:
             raise _converted(error, self.connection, link) from None
 
@@ -74,7 +76,8 @@ class _ScheduleCall:
     def send(self, step: bytes, due_seconds: float) -> None:
         """See `StepCall`."""
         del due_seconds
-        self._call = self._link.schedule(iter((step,)))
+        with on_open_channel(self._connection, self._link):
+            self._call = self._link.schedule(iter((step,)))
 
     async def receive(self, due_seconds: float) -> bytes:
         """See `StepCall`."""

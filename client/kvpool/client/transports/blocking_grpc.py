@@ -4,8 +4,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import inf
 from typing import Any, Final
 
@@ -13,15 +12,14 @@ import grpc
 
 from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
-from kvpool.client.primary_connection import REPLACED, PrimaryConnection
+from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.server_link import ServerLink
-from kvpool.client.transports.grpc import GrpcTransport
+from kvpool.client.transports.grpc import GrpcTransport, on_open_channel
 from kvpool.client.transports.link_calls import SocketCall, open_socket
 from kvpool.client.transports.step_stream import LinkCall, StepCall, StepStream
 from kvpool.client.transports.watches import WatchCall, observe_servers
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import not_sent_error
 
 _OPEN: Final = ClientCredentials()
 _RETRY_SECONDS: Final = 1.0
@@ -43,7 +41,7 @@ class BlockingGrpcTransport(GrpcTransport):
     ) -> Any:  # noqa: ANN401 - any RPC
         self.check_usable()
         try:
-            with _on_open_channel(self.connection, link):
+            with on_open_channel(self.connection, link):
                 return method(link)(request, timeout=timeout_seconds)
         except grpc.RpcError as error:
             self.check_usable()  # it may have been closed meanwhile
@@ -57,7 +55,7 @@ class BlockingGrpcTransport(GrpcTransport):
         self, link: ServerLink, stub: str, request: object, silence_seconds: float | None = None
     ) -> "_WatchCall":
         """See `GrpcTransport`."""
-        with _on_open_channel(self.connection, link):
+        with on_open_channel(self.connection, link):
             call = getattr(link, stub).Watch(request)
         return _WatchCall(call, silence_seconds, link, self.connection)
 
@@ -69,18 +67,6 @@ class BlockingGrpcTransport(GrpcTransport):
 
     def _end_observation(self) -> None:
         self._closed.set()
-
-
-@contextmanager
-def _on_open_channel(connection: PrimaryConnection, link: ServerLink) -> Iterator[None]:
-    """Converts the error of a call on a channel that another thread has just closed."""
-    try:
-        yield
-    except ValueError:
-        connection.check()
-        if connection.is_replaced(link):
-            raise not_sent_error(*REPLACED) from None
-        raise
 
 
 class _ScheduleCall:
@@ -95,7 +81,7 @@ class _ScheduleCall:
 
     def send(self, step: bytes, due_seconds: float) -> None:
         """See `StepCall`."""
-        with _on_open_channel(self._connection, self._link):
+        with on_open_channel(self._connection, self._link):
             self._call = self._link.schedule(iter((step,)), timeout=max(due_seconds - time.monotonic(), 0.001))
 
     async def receive(self, due_seconds: float) -> bytes:
@@ -139,7 +125,8 @@ class _StepStream(StepStream):
 
     async def _open(self, link: ServerLink, due_seconds: float) -> StepCall:
         call = await super()._open(link, due_seconds)
-        self._wake()
+        if call.is_link:
+            self._wake()
         return call
 
     def _open_schedule(self, link: ServerLink) -> StepCall:
@@ -160,6 +147,7 @@ class _StepStream(StepStream):
         while not (self._closed.is_set() or self._ended_by):
             call = self._call
             is_lost = self._wait_for_end(None if call is lost else call, renewal_seconds - time.monotonic())
+            is_lost = is_lost and self._call is call  # else this process has ended it
             if self._closed.is_set() or not (is_lost or time.monotonic() >= renewal_seconds):
                 continue
             lost = call if is_lost else lost

@@ -3,13 +3,15 @@
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar
 
+import grpc
+
 from kvpool.client.lease import LeaseTimer, now_seconds
-from kvpool.client.primary_connection import PrimaryConnection
+from kvpool.client.primary_connection import REPLACED, PrimaryConnection
 from kvpool.client.retries import LOGGED_AFTER_SECONDS
 from kvpool.client.server_link import ServerLink
 from kvpool.client.transports import messages
@@ -23,7 +25,7 @@ from kvpool.v1.pool_pb2 import PoolInfo
 from kvpool.wire import channels
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import ServerError
+from kvpool.wire.errors import ServerError, not_sent_error
 from kvpool.wire.protocol_version import check_server
 
 
@@ -106,10 +108,11 @@ class GrpcTransport(ABC):
             with contextlib.suppress(KvpoolError):  # the session ends with its lease
                 await self._call("CloseSession", allocator_pb2.CloseSessionRequest(session_id=session_id))
             raise
-        link = await self.connection.link()
-        link.step_listener = response.step_listener  # if another server answered, it refuses the hello, and is asked
         opened = messages.read_session(response, sent_seconds, self, self._drive)
         try:
+            with contextlib.suppress(KvpoolError):  # the first step reports it
+                link = await self.connection.link()
+                link.step_listener = response.step_listener  # if another server answered, the one called is asked
             await opened.calls.prepare()
         except BaseException:  # the caller has no session that it could close
             opened.calls.forget()
@@ -190,3 +193,15 @@ class GrpcTransport(ABC):
         sent_seconds = now_seconds()
         call = attrgetter(f"allocator.{method}")
         return sent_seconds, await self._call_once(call, request, link, timeout_seconds)
+
+
+@contextlib.contextmanager
+def on_open_channel(connection: PrimaryConnection, link: ServerLink) -> Iterator[None]:
+    """Converts the error of a call on a channel that another thread or task has just closed."""
+    try:
+        yield
+    except (ValueError, grpc.aio.UsageError):
+        connection.check()
+        if connection.is_replaced(link):
+            raise not_sent_error(*REPLACED) from None
+        raise

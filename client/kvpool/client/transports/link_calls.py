@@ -14,11 +14,14 @@ from kvpool.core.errors import KvpoolError
 from kvpool.wire import link as wire_link
 from kvpool.wire.address import host_and_port, set_options
 from kvpool.wire.channels import ClientCredentials
+from kvpool.wire.errors import ServerError
 from kvpool.wire.frames import FrameReader, encode_frame
 
 _CHUNK_BYTES: Final = 2**16
 _DEAD_PEER_SECONDS: Final = 6.0
 """Time in which a server's machine that is away is noticed, as on gRPC's channels."""
+_NEXT_ADDRESS_SECONDS: Final = 0.25
+"""Time after which the next address of a host is tried, too."""
 _UNIX: Final = "unix:"
 
 Refusal = Callable[[bytes], KvpoolError]
@@ -41,7 +44,11 @@ class _Answers(FrameReader):
 
     def take(self, data: bytes) -> None:
         """Takes received bytes. Raises the error of a refusal, or for what is no answer."""
-        for kind, payload in self.feed(data):
+        try:
+            frames = self.feed(data)
+        except KvpoolError as error:  # no refusal of the server's, which would have changed nothing
+            raise ServerError(error.reason, error.message) from None
+        for kind, payload in frames:
             if kind == wire_link.Kind.REFUSED:
                 raise self._refusal(payload)
             self.payloads.append(payload)
@@ -56,7 +63,7 @@ class SocketCall:
         self._socket = connection
         self._answers = _Answers(refusal)
         self._lock = threading.Lock()
-        self._is_waiting = False
+        self._is_used = False
         self._is_over = False
         self._send_error: OSError | None = None
         self._error: KvpoolError | None = None
@@ -72,19 +79,23 @@ class SocketCall:
 
     def write(self, data: bytes, due_seconds: float) -> None:
         """See `LinkCall`."""
+        with self._lock:
+            self._is_used = True
         try:
             self._socket.settimeout(max(due_seconds - time.monotonic(), 0.001))
             self._socket.sendall(data)
-        except TimeoutError:
-            raise
         except OSError as error:  # the server may have refused before it closed the connection
+            if isinstance(error, TimeoutError) and error.errno is None:
+                raise
             self._send_error = error
+        finally:
+            self._end()
 
     async def receive(self, due_seconds: float) -> bytes:
         """See `StepCall`."""
         connection, answers = self._socket, self._answers
         with self._lock:
-            self._is_waiting = True
+            self._is_used = True
         try:
             while not answers.payloads:
                 if self._error:
@@ -99,20 +110,23 @@ class SocketCall:
                     self._error = error
             return answers.payloads.popleft()
         finally:
-            with self._lock:
-                self._is_waiting = False
-                if self._is_over:
-                    connection.close()
+            self._end()
 
     def cancel(self) -> None:
-        """See `StepCall`. A thread that waits closes the socket when it wakes."""
+        """See `StepCall`. A thread that uses the socket closes it afterwards: its descriptor may get another use."""
         with self._lock:
             if self._is_over:
                 return
             self._is_over = True
             with contextlib.suppress(OSError):  # not the method of `ssl`, which would let others write plaintext
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
-            if not self._is_waiting:
+            if not self._is_used:
+                self._socket.close()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._is_used = False
+            if self._is_over:
                 self._socket.close()
 
 
@@ -139,7 +153,7 @@ class AsyncioCall(asyncio.Protocol):
         try:
             self._answers.take(data)
         except KvpoolError as error:
-            self._error = error
+            self._error = self._error or error
         self._wake()
 
     def connection_lost(self, _: Exception | None) -> None:
@@ -211,7 +225,14 @@ async def open_protocol(address: str, access: ClientCredentials, call: AsyncioCa
         return
     host, port = host_and_port("address", address)
     context, name = tls_of(access, host)
-    await loop.create_connection(lambda: call, host, port, ssl=context, server_hostname=name if context else None)
+    await loop.create_connection(
+        lambda: call,
+        host,
+        port,
+        ssl=context,
+        server_hostname=name if context else None,
+        happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS,
+    )
 
 
 def tls_of(access: ClientCredentials, host: str) -> tuple[ssl.SSLContext | None, str]:

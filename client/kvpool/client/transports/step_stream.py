@@ -4,7 +4,10 @@
    process has ended.
 2. The listener of links is beside the server's gRPC address. A client that does not reach it asks the server again by
    KeepAlive: no answer means that the server is away; another listener, that it was started again. With the same answer
-   something stands between, and each step is a call of Schedule for `GRPC_SECONDS`. Then a link is tried again.
+   something stands between, or the listener is busy: each step is a call of Schedule for a time. Then a link is tried
+   again.
+3. A token goes over a link only if it cannot be read there. What listens at the address of steps may be another program
+   than what forwards gRPC's address.
 """
 
 import logging
@@ -34,12 +37,14 @@ from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import allocator_pb2, step_pb2
 from kvpool.wire import link as wire_link
 from kvpool.wire import steps as wire_steps
+from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import DeadlineError, ServerError, from_status
 from kvpool.wire.frames import encode_frame
 from kvpool.wire.protocol_version import check_server
 
+FIRST_GRPC_SECONDS: Final = 4.0
+"""Time for which steps go over gRPC after no link could be made. It doubles each time, up to `GRPC_SECONDS`."""
 GRPC_SECONDS: Final = 60.0
-"""Time for which steps go over gRPC after no link could be made."""
 CONNECT_SECONDS: Final = 5.0
 """Time limit of making a link; at most a third of what is left, as other ways need the rest."""
 _DIAL_AGAIN_SECONDS: Final = 0.5
@@ -88,6 +93,7 @@ class LinkCall(StepCall, Protocol):
 class StreamTransport(Protocol):
     """What a stream needs of its transport."""
 
+    access: ClientCredentials
     deadline_seconds: float
     connection: PrimaryConnection
     streams: "set[StepStream]"
@@ -241,7 +247,7 @@ class StepStream(ABC):
         """The error of an attempt, given what has ended it."""
         if isinstance(error, UnauthenticatedError):  # the token may be replaced, and was accepted before
             error.retry_seconds = _TOKEN_PAUSE_SECONDS
-        if isinstance(error, TimeoutError):
+        if isinstance(error, TimeoutError) and error.errno is None:  # with a number, it is a connection that broke
             return DeadlineError("DEADLINE", f"no answer to step {sequence} in {self._deadline_seconds} s")
         if isinstance(error, DecodeError):
             return ServerError("MALFORMED", f"{link.address}: the result of a step cannot be parsed")
@@ -257,30 +263,34 @@ class StepStream(ABC):
         """Makes a link to a server, or a call of Schedule where none can be made; see rule 2."""
         self.end_call()
         call = await self._open_link(link, due_seconds) or self._open_schedule(link)
-        if self._ended_by:  # another thread has closed the client meanwhile
-            call.cancel()
-            raise self._ended_by
         self._link, self._call = link, call
-        if call.is_link:
-            link.step_calls.add(call)
+        if self._ended_by or self._connection.is_replaced(link):  # another thread has done so meanwhile
+            self.end_call()
+            raise self._ended_by or UnavailableError(*REPLACED)
         return call
 
     async def _open_link(self, link: ServerLink, due_seconds: float) -> StepCall | None:
-        if time.monotonic() < link.grpc_until_seconds:
+        if time.monotonic() < link.grpc_until_seconds or self._transport.access.sends_openly(link.address):
             return None
         listener = link.step_listener or await self._ask(link, due_seconds)
         while address := wire_link.told_address(listener, link.address):
             try:
-                return await self._connect(address, link, listener.server_id, due_seconds)
+                call = await self._connect(address, link, listener.server_id, due_seconds)
             except LinkNotReachedError as error:
                 failure = error
+            else:
+                link.grpc_until_seconds, link.num_failed_dials = 0.0, 0
+                return call
             before, listener = listener, await self._ask(link, due_seconds)
             if listener == before:
                 if not link.grpc_until_seconds:
                     extra = {"address": address, "error": str(failure)}
                     _log.warning("steps not reached, using gRPC", extra=extra)
-                link.grpc_until_seconds = time.monotonic() + GRPC_SECONDS
-                return None
+                break
+        link.step_listener = None
+        pause_seconds = min(FIRST_GRPC_SECONDS * 2.0 ** min(link.num_failed_dials, 16), GRPC_SECONDS)
+        link.num_failed_dials += 1
+        link.grpc_until_seconds = time.monotonic() + pause_seconds
         return None
 
     async def _ask(self, link: ServerLink, due_seconds: float) -> allocator_pb2.StepListener:
@@ -308,12 +318,13 @@ class StepStream(ABC):
         """
         begin_seconds = time.monotonic()
         due_seconds = begin_seconds + min((due_seconds - begin_seconds) / 3, CONNECT_SECONDS)
-        has_failed = link.grpc_until_seconds > 0
-        dial_due_seconds = min(due_seconds, begin_seconds + _DIAL_AGAIN_SECONDS) if has_failed else due_seconds
+        is_repeated = link.num_failed_dials > 0
+        dial_due_seconds = min(due_seconds, begin_seconds + _DIAL_AGAIN_SECONDS) if is_repeated else due_seconds
         try:
             call = await self._dial(address, dial_due_seconds)
         except (OSError, ValueError) as error:
             raise LinkNotReachedError("NO_LINK", str(error) or "no answer") from None
+        link.step_calls.add(call)  # from now on, another thread ends it with the connection
         try:
             probe = secrets.token_bytes(16)
             call.write(encode_frame(wire_link.Kind.PROBE, probe), due_seconds)
@@ -322,6 +333,7 @@ class StepStream(ABC):
             wire_link.check_welcome(await call.receive(due_seconds))
         except BaseException as error:
             call.cancel()
+            link.step_calls.discard(call)
             if isinstance(error, OSError) or (isinstance(error, KvpoolError) and error.reason in _NO_SERVER):
                 raise LinkNotReachedError("NO_LINK", str(error) or "no answer") from None
             raise

@@ -34,6 +34,13 @@ class ProcessWatch:
             asyncio.get_running_loop().remove_reader(pidfd)
             os.close(pidfd)
 
+    def __len__(self) -> int:
+        return len(self._pidfds)
+
+    def report_exit(self, session_id: SessionId) -> None:
+        """Reports a process that has exited before it could be watched."""
+        asyncio.get_running_loop().call_soon(self._on_exit, session_id)
+
     def close(self) -> None:
         """Ends all watches."""
         for session_id in list(self._pidfds):

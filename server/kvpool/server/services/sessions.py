@@ -105,12 +105,9 @@ class Sessions:
         return self._executor.execute(commands.CloseSession(session_id, num_freed_requests)).num_freed_requests
 
     @contextlib.contextmanager
-    def attached(self, session: Session, stream: OpenCall, *, is_link: bool = False) -> Iterator[None]:
-        """Ends an older stream of a session. Keeps the session alive while the stream is open, if it is no link."""
+    def attached(self, session: Session, stream: OpenCall) -> Iterator[None]:
+        """Keeps a session alive while its stream is open. Ends an older stream of the session."""
         with self._calls.of_session(session.session_id, stream):
-            if is_link:  # the kernel keeps it open for a process that is stopped
-                yield
-                return
             self._executor.execute(commands.AttachStream(session.session_id))
             try:
                 yield

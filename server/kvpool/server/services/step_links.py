@@ -27,8 +27,8 @@ from kvpool.server.services.process_watch import ProcessWatch
 from kvpool.v1 import allocator_pb2, step_pb2
 from kvpool.v1.link_pb2 import LinkHello
 from kvpool.wire import link
-from kvpool.wire.acceptor import Acceptor
-from kvpool.wire.address import BoundSocket, host_and_port, set_options
+from kvpool.wire.acceptor import ACCEPT_PAUSE_SECONDS, Acceptor
+from kvpool.wire.address import BoundSocket, host_and_port, ip_addresses, set_options
 from kvpool.wire.errors import to_status
 from kvpool.wire.frames import FrameReader, encode_frame
 from kvpool.wire.peer_process import peer_of, peer_pidfd
@@ -36,7 +36,10 @@ from kvpool.wire.peer_process import peer_of, peer_pidfd
 MAX_STRANGERS: Final = 64
 """Maximum number of connections without a hello."""
 _MAX_WAITING_FRAMES: Final = 4
-_ACCEPT_PAUSE_SECONDS: Final = 0.002
+_ACCEPT_PAUSE_SECONDS: Final = 0.005
+"""The pause of an `Acceptor` without TLS, whose handshakes take time."""
+_FLUSH_SECONDS: Final = 1.0
+"""Time for the last answers of a server that stops."""
 _BACKLOG: Final = 128
 
 _log = logging.getLogger("kvpool.server")
@@ -77,6 +80,8 @@ class StepLinks:
         self._bound: list[BoundSocket] = []
         self._links: set[StepLink] = set()
         self._strangers: dict[StepLink, None] = {}  # the oldest first
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
 
     async def listen(self, new_context: Callable[[], Any] | None) -> list[str]:
         """Begins to take links. Returns the addresses, with port 0 replaced by the chosen port.
@@ -93,6 +98,7 @@ class StepLinks:
             try:
                 found.append(await self._listen(address, new_context))
             except OSError as error:
+                self._acceptors.pop().close()
                 if config.steps_listen:
                     raise OSError(f"steps_listen: cannot listen on {address}: {error.strerror or error}") from error
                 _log.warning(
@@ -104,14 +110,17 @@ class StepLinks:
     async def _listen(self, address: str, new_context: Callable[[], Any] | None) -> str:
         is_unix = address.startswith("unix:")
         tls = new_context() if new_context and not is_unix else None
-        acceptor = Acceptor(lambda: StepLink(self), tls, self.stall_seconds, pause_seconds=_ACCEPT_PAUSE_SECONDS)
+        pause_seconds = ACCEPT_PAUSE_SECONDS if tls else _ACCEPT_PAUSE_SECONDS
+        acceptor = Acceptor(lambda: StepLink(self), tls, self.stall_seconds, pause_seconds=pause_seconds)
+        self._acceptors.append(acceptor)
         if is_unix:
             acceptor.start([self._bind(address)])
-        else:
-            port = await acceptor.listen(*host_and_port("steps_listen", address))
-            address = f"{address.rpartition(':')[0]}:{port}"
-        self._acceptors.append(acceptor)
-        return address
+            return address
+        host, _, port = address.rpartition(":")
+        for each in ip_addresses(address):  # all or none, as gRPC's: another process may listen on the others
+            ip, _ = host_and_port("steps_listen", each)
+            port = str(await acceptor.listen(ip, int(port)))
+        return f"{host}:{port}"
 
     def _bind(self, address: str) -> socket.socket:
         """Listens on a unix socket."""
@@ -127,6 +136,17 @@ class StepLinks:
         self._bound.append(bound)
         return listener
 
+    def watch_process(self, session_id: SessionId, connection: socket.socket) -> None:
+        """Watches the process at the other end of a unix socket, unless more are watched than there may be links."""
+        if len(self.processes) >= self._max_links:
+            return
+        try:
+            self.processes.watch(session_id, peer_pidfd(connection, peer_of(connection).pid))
+        except ProcessLookupError:
+            self.processes.report_exit(session_id)
+        except OSError:  # in another namespace of processes, on a kernel before 6.5
+            pass
+
     async def stop(self, grace_seconds: float) -> None:
         """Takes no more links, and waits until the calls of the open ones have ended; not longer than a time."""
         for acceptor in self._acceptors:
@@ -134,13 +154,19 @@ class StepLinks:
         for bound in self._bound:
             bound.remove()
         for stranger in list(self._strangers):
-            stranger.end()
+            if stranger.hello is None:
+                stranger.end()
         tasks = [each.task for each in self._links if each.task]
         if tasks:
             _, pending = await asyncio.wait(tasks, timeout=grace_seconds)
             for task in pending:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        with contextlib.suppress(TimeoutError):  # the last answers are on their way
+            async with asyncio.timeout(min(grace_seconds, _FLUSH_SECONDS)):
+                await self._is_empty.wait()
+        for each in list(self._links):
+            each.end()
         self.processes.close()
 
     def opened(self, opened: "StepLink") -> bool:
@@ -154,16 +180,24 @@ class StepLinks:
             oldest.end()
         self._links.add(opened)
         self._strangers[opened] = None
+        self._is_empty.clear()
         return True
 
     def greeted(self, greeted: "StepLink") -> None:
         """Handles a hello."""
         self._strangers.pop(greeted, None)
 
+    def ended(self, ended: "StepLink") -> None:
+        """Handles the end of a link whose last bytes the client has not read: it makes room as a stranger does."""
+        if ended in self._links:
+            self._strangers[ended] = None
+
     def closed(self, closed: "StepLink") -> None:
         """Handles the end of a connection."""
         self._links.discard(closed)
         self._strangers.pop(closed, None)
+        if not self._links:
+            self._is_empty.set()
         for acceptor in self._acceptors:
             acceptor.reserve.fill()
 
@@ -210,23 +244,7 @@ class StepLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes the frames of the client."""
-        is_large = False
-        try:
-            for kind, payload in self._reader.feed(data):
-                is_large = is_large or len(payload) > SMALL_MESSAGE_BYTES
-                if kind == link.Kind.PROBE:
-                    answer = link.proof(payload, self._links.listener.server_id)
-                    self._transport.write(encode_frame(link.Kind.PROOF, answer))
-                else:
-                    self._frames.append(payload)
-        except KvpoolError as error:
-            self._failure = error
-            self._transport.pause_reading()
-        if self._is_reading and (is_large or len(self._frames) > _MAX_WAITING_FRAMES):
-            self._is_reading = False
-            self._transport.pause_reading()
-        if self._stall or self._reader.torn:
-            self._limit_stall()
+        self._take(data)
         if self._arrival and not self._arrival.done():
             self._arrival.set_result(None)
 
@@ -268,18 +286,18 @@ class StepLink(asyncio.Protocol):
     async def read(self) -> Any:  # noqa: ANN401 - a step, and first a hello
         """Waits for a step; EOF when the client has ended the link."""
         while not self._frames:
+            if not self._is_reading:
+                self._is_reading = True
+                self._transport.resume_reading()
+                self._take(b"")
+                continue
             if self._failure:
                 raise self._failure
             if self._is_over:
                 return grpc.aio.EOF
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-        payload = self._frames.popleft()
-        if not self._is_reading and len(self._frames) <= _MAX_WAITING_FRAMES:
-            self._is_reading = True
-            self._transport.resume_reading()
-            self._limit_stall()
-        return self._parse(payload)
+        return self._parse(self._frames.popleft())
 
     async def write(self, message: step_pb2.StepResult) -> None:
         """Sends the result of a step.
@@ -306,14 +324,33 @@ class StepLink(asyncio.Protocol):
         self._transport.write(link.welcome())
         connection = self._transport.get_extra_info("socket")
         if connection.family is socket.AF_UNIX:
-            with contextlib.suppress(OSError):  # in another namespace of processes, on a kernel before 6.5
-                self._links.processes.watch(SessionId(session_id), peer_pidfd(connection, peer_of(connection).pid))
+            self._links.watch_process(SessionId(session_id), connection)
 
     def end(self) -> None:
         """Ends the connection at once."""
         self._transport.abort()
 
     # Of this module
+
+    def _take(self, data: bytes) -> None:
+        """Takes frames, as many as may wait. What else was received stays in the reader, and the client is not read."""
+        is_large = False
+        try:
+            for kind, payload in self._reader.feed(data, _MAX_WAITING_FRAMES - len(self._frames)):
+                is_large = is_large or len(payload) > SMALL_MESSAGE_BYTES
+                if kind == link.Kind.PROBE:
+                    answer = link.proof(payload, self._links.listener.server_id)
+                    self._transport.write(encode_frame(link.Kind.PROOF, answer))
+                else:
+                    self._frames.append(payload)
+        except KvpoolError as error:
+            self._failure = error
+            self._transport.pause_reading()
+        if self._is_reading and (is_large or len(self._frames) >= _MAX_WAITING_FRAMES):
+            self._is_reading = False
+            self._transport.pause_reading()
+        if self._stall or self._reader.torn:
+            self._limit_stall()
 
     async def _serve(self) -> None:
         try:
@@ -323,7 +360,7 @@ class StepLink(asyncio.Protocol):
             pass  # the client has the error, or has gone
         finally:
             if self._code is grpc.StatusCode.OK:
-                self._transport.close()
+                self._close()
 
     async def _take_hello(self) -> bool:
         try:
@@ -354,7 +391,16 @@ class StepLink(asyncio.Protocol):
             self._arrival.set_result(None)
 
     def _send_refusal(self, status: bytes) -> None:
-        """Sends the error that ends the link, and closes it when the client has read that, or after a stall."""
+        """Sends the error that ends the link."""
         self._transport.write(encode_frame(link.Kind.REFUSED, status))
+        self._close()
+
+    def _close(self) -> None:
+        """Closes the connection when the client has read what was sent, or after a stall."""
+        self._frames.clear()
+        self._reader.torn.clear()
         self._transport.close()
-        asyncio.get_running_loop().call_later(self._links.stall_seconds, self._transport.abort)
+        self._links.ended(self)
+        if self._stall:
+            self._stall.cancel()
+        self._stall = asyncio.get_running_loop().call_later(self._links.stall_seconds, self._transport.abort)
