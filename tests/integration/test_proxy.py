@@ -178,7 +178,7 @@ def test_a_link_is_tried_again_after_a_pause(
 
 def test_a_stranger_at_the_address_of_steps_learns_no_token(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as stranger:
-        monkeypatch.setattr(wire_link, "told_address", lambda *_: f"127.0.0.1:{stranger.getsockname()[1]}")
+        monkeypatch.setattr(wire_link, "listener_address", lambda *_: f"127.0.0.1:{stranger.getsockname()[1]}")
         with connect(f"127.0.0.1:{port}", token="secret", allow_plaintext=True) as client:  # noqa: S106 - any
             opening = threading.Thread(target=client.open_session, args=(new_pool(port),))
             opening.start()

@@ -48,8 +48,8 @@ class RawSession:
             request = allocator_pb2.OpenSessionRequest(pool_name=pool, lease_seconds=600)
             answer = stub.OpenSession(request, timeout=DEADLINE_SECONDS)
         listener = answer.step_listener
-        told = link.told_address(listener, address)
-        return cls(address, answer.session.session_id, listener.server_id, told, token, tls)
+        steps = link.listener_address(listener, address)
+        return cls(address, answer.session.session_id, listener.server_id, steps, token, tls)
 
     def close(self) -> None:
         """Closes the session."""

@@ -152,7 +152,7 @@ def step_listener(server_id: str, addresses: list[str], bound: list[str]) -> all
     return allocator_pb2.StepListener(server_id=server_id, paths=names, ports=ports)
 
 
-def told_address(listener: allocator_pb2.StepListener, called: str) -> str:
+def listener_address(listener: allocator_pb2.StepListener, called: str) -> str:
     """Where a client that calls a server at `called` reaches its listener; empty if it has none of this kind."""
     if called.startswith(_UNIX):
         path = PurePosixPath(called.removeprefix(_UNIX))

@@ -127,16 +127,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.addresses:
             raise ValueError("listen: at least one address is needed")
-        for address in self.addresses:
-            try:
-                check_address(address)
-            except ValueError as error:
-                raise ValueError(f"listen: {error}") from error
-        for address in self.steps_listen:
-            try:
-                check_address(address)
-            except ValueError as error:
-                raise ValueError(f"steps_listen: {error}") from error
+        for name, addresses in (("listen", self.addresses), ("steps_listen", self.steps_listen)):
+            for address in addresses:
+                try:
+                    check_address(address)
+                except ValueError as error:
+                    raise ValueError(f"{name}: {error}") from error
         for name, bounds in _RANGES.items():
             check_setting(name, getattr(self, name), *bounds)
         if self.limits.max_waiting_bytes < self.max_message_bytes:

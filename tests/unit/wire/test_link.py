@@ -176,7 +176,7 @@ UNIX, BESIDE, FAR = "unix:/run/a", "unix:/run/a.steps", "unix:/far/steps"
 
 
 @pytest.mark.parametrize(
-    ("addresses", "bound", "told"),
+    ("addresses", "bound", "reached"),
     [
         ([UNIX], [BESIDE], {UNIX: BESIDE, "unix:/mounted/a": "unix:/mounted/a.steps"}),
         ([UNIX], [FAR], {UNIX: FAR, "unix:/mounted/a": FAR}),
@@ -192,11 +192,11 @@ UNIX, BESIDE, FAR = "unix:/run/a", "unix:/run/a.steps", "unix:/far/steps"
     ids=["beside", "far", "folder", "none", "other-kind", "folders", "only-unix", "ports", "forwarded", "last-port"],
 )
 def test_a_client_is_told_where_it_reaches_the_listener(
-    addresses: list[str], bound: list[str], told: dict[str, str]
+    addresses: list[str], bound: list[str], reached: dict[str, str]
 ) -> None:
     listener = link.step_listener("s", addresses, bound)
     assert listener.server_id == "s"
-    assert {called: link.told_address(listener, called) for called in told} == told
+    assert {called: link.listener_address(listener, called) for called in reached} == reached
 
 
 def test_only_the_server_with_the_id_proves_it() -> None:

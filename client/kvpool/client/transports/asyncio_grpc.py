@@ -12,7 +12,7 @@ from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport, on_open_channel
 from kvpool.client.transports.link_calls import AsyncioCall, open_protocol
-from kvpool.client.transports.step_stream import LinkCall, StepCall, StepStream
+from kvpool.client.transports.step_stream import LinkCall, ScheduleCall, StepCall, StepStream
 from kvpool.client.transports.watches import WatchCall, observe_servers
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.wire.channels import ClientCredentials
@@ -63,15 +63,8 @@ class AsyncioGrpcTransport(GrpcTransport):
             self._observation.cancel()
 
 
-class _ScheduleCall:
-    """A call of Schedule for one step."""
-
-    is_link = False
-
-    def __init__(self, link: ServerLink, connection: PrimaryConnection) -> None:
-        self._link = link
-        self._connection = connection
-        self._call: Any = None
+class _ScheduleCall(ScheduleCall):
+    """See `ScheduleCall`."""
 
     def send(self, step: bytes, due_seconds: float) -> None:
         """See `StepCall`."""
@@ -90,18 +83,12 @@ class _ScheduleCall:
             raise ConnectionResetError
         return answer
 
-    def cancel(self) -> None:
-        """See `StepCall`."""
-        if self._call is not None:
-            self._call.cancel()
-
 
 class _StepStream(StepStream):
     """See `StepStream`. A task keeps the session alive."""
 
     def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: "AsyncioGrpcTransport") -> None:
         super().__init__(session_id, lease_timer, transport)
-        self._access = transport.access
         self._keepalive = asyncio.create_task(self._keep_alive())
 
     def end(self) -> None:
@@ -112,7 +99,7 @@ class _StepStream(StepStream):
     async def _dial(self, address: str, due_seconds: float) -> LinkCall:
         call = AsyncioCall(self._refusal)
         async with asyncio.timeout(due_seconds - time.monotonic()):
-            await open_protocol(address, self._access, call)
+            await open_protocol(address, self._transport.access, call)
         return call
 
     def _open_schedule(self, link: ServerLink) -> StepCall:

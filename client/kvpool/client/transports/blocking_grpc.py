@@ -12,11 +12,10 @@ import grpc
 
 from kvpool.client.blocking import run
 from kvpool.client.lease import LeaseTimer
-from kvpool.client.primary_connection import PrimaryConnection
 from kvpool.client.server_link import ServerLink
 from kvpool.client.transports.grpc import GrpcTransport, on_open_channel
 from kvpool.client.transports.link_calls import SocketCall, open_socket
-from kvpool.client.transports.step_stream import LinkCall, StepCall, StepStream
+from kvpool.client.transports.step_stream import LinkCall, ScheduleCall, StepCall, StepStream
 from kvpool.client.transports.watches import WatchCall, observe_servers
 from kvpool.core.errors import KvpoolError, UnavailableError
 from kvpool.wire.channels import ClientCredentials
@@ -69,15 +68,8 @@ class BlockingGrpcTransport(GrpcTransport):
         self._closed.set()
 
 
-class _ScheduleCall:
-    """A call of Schedule for one step."""
-
-    is_link = False
-
-    def __init__(self, link: ServerLink, connection: PrimaryConnection) -> None:
-        self._link = link
-        self._connection = connection
-        self._call: Any = None
+class _ScheduleCall(ScheduleCall):
+    """See `ScheduleCall`."""
 
     def send(self, step: bytes, due_seconds: float) -> None:
         """See `StepCall`."""
@@ -96,18 +88,12 @@ class _ScheduleCall:
             raise self._connection.error_of(error, self._link) from None
         return answer
 
-    def cancel(self) -> None:
-        """See `StepCall`."""
-        if self._call is not None:
-            self._call.cancel()
-
 
 class _StepStream(StepStream):
     """See `StepStream`. A thread keeps the session alive."""
 
     def __init__(self, session_id: str, lease_timer: LeaseTimer, transport: "BlockingGrpcTransport") -> None:
         super().__init__(session_id, lease_timer, transport)
-        self._access = transport.access
         self._closed = threading.Event()
         self._wakeup = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         """Readable when the call is another one, and with `_closed`; -1 after the end of the thread."""
@@ -121,7 +107,7 @@ class _StepStream(StepStream):
         self._wake()
 
     async def _dial(self, address: str, due_seconds: float) -> LinkCall:
-        return SocketCall(open_socket(address, self._access, due_seconds), self._refusal)
+        return SocketCall(open_socket(address, self._transport.access, due_seconds), self._refusal)
 
     async def _open(self, link: ServerLink, due_seconds: float) -> StepCall:
         call = await super()._open(link, due_seconds)

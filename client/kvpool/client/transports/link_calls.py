@@ -6,6 +6,7 @@ import socket
 import ssl
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -54,28 +55,39 @@ class _Answers(FrameReader):
             self.payloads.append(payload)
 
 
-class SocketCall:
-    """A link over a blocking socket. One thread sends and receives, and any thread may cancel."""
+class _LinkCall(ABC):
+    """What links have in common; see `LinkCall`."""
 
     is_link = True
 
-    def __init__(self, connection: socket.socket, refusal: Refusal) -> None:
-        self._socket = connection
+    def __init__(self, refusal: Refusal) -> None:
         self._answers = _Answers(refusal)
-        self._lock = threading.Lock()
-        self._is_used = False
-        self._is_over = False
-        self._send_error: OSError | None = None
-        self._error: KvpoolError | None = None
+        self._error: Exception | None = None
         """What follows the answers."""
-
-    def fileno(self) -> int:
-        """The descriptor, to wait for the end of the link; -1 after it."""
-        return self._socket.fileno()
 
     def send(self, step: bytes, due_seconds: float) -> None:
         """See `StepCall`."""
         self.write(encode_frame(wire_link.Kind.REQUEST, step), due_seconds)
+
+    @abstractmethod
+    def write(self, data: bytes, due_seconds: float) -> None:
+        """See `LinkCall`."""
+
+
+class SocketCall(_LinkCall):
+    """A link over a blocking socket. One thread sends and receives, and any thread may cancel."""
+
+    def __init__(self, connection: socket.socket, refusal: Refusal) -> None:
+        super().__init__(refusal)
+        self._socket = connection
+        self._lock = threading.Lock()
+        self._is_used = False
+        self._is_over = False
+        self._send_error: OSError | None = None
+
+    def fileno(self) -> int:
+        """The descriptor, to wait for the end of the link; -1 after it."""
+        return self._socket.fileno()
 
     def write(self, data: bytes, due_seconds: float) -> None:
         """See `LinkCall`."""
@@ -130,16 +142,12 @@ class SocketCall:
                 self._socket.close()
 
 
-class AsyncioCall(asyncio.Protocol):
+class AsyncioCall(_LinkCall, asyncio.Protocol):
     """A link over asyncio. Belongs to one event loop."""
 
-    is_link = True
-
     def __init__(self, refusal: Refusal) -> None:
-        self._answers = _Answers(refusal)
+        super().__init__(refusal)
         self._arrival: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-        """What follows the answers."""
         self._transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -160,10 +168,6 @@ class AsyncioCall(asyncio.Protocol):
         """See asyncio."""
         self._error = self._error or ConnectionResetError()
         self._wake()
-
-    def send(self, step: bytes, due_seconds: float) -> None:
-        """See `StepCall`."""
-        self.write(encode_frame(wire_link.Kind.REQUEST, step), due_seconds)
 
     def write(self, data: bytes, due_seconds: float) -> None:
         """See `LinkCall`."""

@@ -90,6 +90,30 @@ class LinkCall(StepCall, Protocol):
         """Sends bytes, until a time of the monotonic clock. What has broken is reported by `receive`."""
 
 
+class ScheduleCall(ABC):
+    """A call of Schedule for one step; see `StepCall`."""
+
+    is_link = False
+
+    def __init__(self, link: ServerLink, connection: PrimaryConnection) -> None:
+        self._link = link
+        self._connection = connection
+        self._call: Any = None
+
+    @abstractmethod
+    def send(self, step: bytes, due_seconds: float) -> None:
+        """See `StepCall`."""
+
+    @abstractmethod
+    async def receive(self, due_seconds: float) -> bytes:
+        """See `StepCall`."""
+
+    def cancel(self) -> None:
+        """See `StepCall`."""
+        if self._call is not None:
+            self._call.cancel()
+
+
 class StreamTransport(Protocol):
     """What a stream needs of its transport."""
 
@@ -273,7 +297,7 @@ class StepStream(ABC):
         if time.monotonic() < link.grpc_until_seconds or self._transport.access.sends_openly(link.address):
             return None
         listener = link.step_listener or await self._ask(link, due_seconds)
-        while address := wire_link.told_address(listener, link.address):
+        while address := wire_link.listener_address(listener, link.address):
             try:
                 call = await self._connect(address, link, listener.server_id, due_seconds)
             except LinkNotReachedError as error:

@@ -245,8 +245,7 @@ class StepLink(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Takes the frames of the client."""
         self._take(data)
-        if self._arrival and not self._arrival.done():
-            self._arrival.set_result(None)
+        self._wake()
 
     def connection_lost(self, _: Exception | None) -> None:
         """Ends the call, once it has answered the step that it executes."""
@@ -255,9 +254,7 @@ class StepLink(asyncio.Protocol):
             self._stall.cancel()
         self._writable.set()
         self._links.closed(self)
-        if self._arrival and not self._arrival.done():
-            self._arrival.set_result(None)
-        elif self.task:
+        if not self._wake() and self.task:
             self.task.cancel()
 
     def pause_writing(self) -> None:
@@ -332,6 +329,13 @@ class StepLink(asyncio.Protocol):
 
     # Of this module
 
+    def _wake(self) -> bool:
+        """Wakes the task if it waits in `read`. Returns whether it does."""
+        if self._arrival is None or self._arrival.done():
+            return False
+        self._arrival.set_result(None)
+        return True
+
     def _take(self, data: bytes) -> None:
         """Takes frames, as many as may wait. What else was received stays in the reader, and the client is not read."""
         is_large = False
@@ -387,8 +391,7 @@ class StepLink(asyncio.Protocol):
     def _stalled(self) -> None:
         seconds = self._links.stall_seconds
         self._failure = ExhaustedError("NOTHING_SENT", f"the rest of a frame did not arrive within {seconds:g} s")
-        if self._arrival and not self._arrival.done():
-            self._arrival.set_result(None)
+        self._wake()
 
     def _send_refusal(self, status: bytes) -> None:
         """Sends the error that ends the link."""
