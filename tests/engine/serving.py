@@ -214,13 +214,15 @@ class Site:
         self._num_ranks = num_ranks
         write_model(LLAMA, self._folder / "model")
         self.memory_folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
+        # Entered before any engine, so that a lender that is started again also stops after the engines.
+        self._lenders = stack.enter_context(ExitStack())
         self.lender, *_ = [self.start_lender(rank) for rank in range(num_ranks)]
 
     def start_lender(self, rank: int = 0) -> LoggingProcess:
         """Starts the lender of a rank, at first or again."""
         flags = ("--lend-folder", str(self.memory_folder))
         lender = start_lender(self.service, self.pool, self.memory, rank, self._num_ranks, *flags)
-        self._stack.callback(lender.stop)
+        self._lenders.callback(lender.stop)
         return lender
 
     @property
