@@ -9,10 +9,12 @@ import pytest
 from fuzz.mutations import mutate_bytes
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.v1 import step_pb2
+from kvpool.v1.link_pb2 import LinkWelcome
 from kvpool.wire import link
 from kvpool.wire.errors import to_status
 from kvpool.wire.frames import HEAD, FrameReader, State, encode_frame
 from kvpool.wire.link import Kind
+from support.raw_link import steps_hello
 
 Frame = tuple[int, bytes]
 SERVER_ID: Final = "server"
@@ -24,15 +26,19 @@ _ANSWERS: Final = [step_pb2.StepResult(sequence=i, block_ids=range(i)) for i in 
 _REFUSED: Final = encode_frame(Kind.REFUSED, to_status(InvalidArgumentError("kind", "x")).SerializeToString())
 SIDES: Final[dict[str, tuple[State, list[bytes]]]] = {
     "server": (
-        link.server_state(MAX_BYTES),
+        link.server_state(MAX_BYTES, is_probed=True),
         [
-            link.hello(SERVER_ID, "session", "token"),
+            steps_hello(SERVER_ID, "session", "token"),
             *(encode_frame(Kind.REQUEST, each.SerializeToString()) for each in _REQUESTS),
         ],
     ),
     "client": (
-        link.CLIENT_STATE,
-        [link.welcome(), *(encode_frame(Kind.ANSWER, each.SerializeToString()) for each in _ANSWERS), _REFUSED],
+        link.client_state(is_probed=True),
+        [
+            link.welcome(LinkWelcome()),
+            *(encode_frame(Kind.ANSWER, each.SerializeToString()) for each in _ANSWERS),
+            _REFUSED,
+        ],
     ),
 }
 """What each side receives, from the first state on."""
@@ -110,8 +116,8 @@ def test_a_mutated_greeting_is_refused_with_a_documented_error_or_accepted() -> 
     hello, welcome = (frame[HEAD.size :] for frame in (SIDES["server"][1][0], SIDES["client"][1][0]))
     for _ in range(_TRIES):
         try:
-            link.read_hello(mutate_bytes(rng, hello, welcome), SERVER_ID)
-            link.check_welcome(mutate_bytes(rng, welcome, hello))
+            link.read_hello(mutate_bytes(rng, hello, welcome), "steps", SERVER_ID)
+            link.read_welcome(mutate_bytes(rng, welcome, hello))
         except KvpoolError as error:
             reasons.add(error.reason)
         else:
@@ -121,8 +127,8 @@ def test_a_mutated_greeting_is_refused_with_a_documented_error_or_accepted() -> 
 
 @pytest.mark.parametrize("torn_bytes", [0, 1000])
 def test_a_payload_that_is_announced_takes_no_memory_before_it_arrives(torn_bytes: int) -> None:
-    reader = FrameReader(link.CLIENT_STATE)
-    reader.feed(link.welcome())
+    reader = FrameReader(link.client_state(is_probed=True))
+    reader.feed(link.welcome(LinkWelcome()))
     tracemalloc.start()
     try:
         assert reader.feed(HEAD.pack(link.MAX_ANSWER_BYTES, Kind.ANSWER) + bytes(torn_bytes)) == []

@@ -101,6 +101,11 @@ def test_steps_that_are_sent_ahead_are_answered_in_order(house: House) -> None:
     assert [answer.protocol_version > 0 for answer in answers] == [True, *[False] * (count - 1)]
 
 
+def of_version_9(session: RawSession) -> link_pb2.LinkHello:
+    steps = link_pb2.StepsHello(server_id=session.server_id, session_id=session.session_id)
+    return link_pb2.LinkHello(protocol_version=9, steps=steps)
+
+
 @pytest.mark.parametrize(
     ("first_bytes", "kind", "reason"),
     [
@@ -110,9 +115,7 @@ def test_steps_that_are_sent_ahead_are_answered_in_order(house: House) -> None:
         (lambda _: encode_frame(Kind.HELLO, b""), UnavailableError, "OTHER_SERVER"),
         (lambda _: encode_frame(Kind.HELLO, b"\xff"), InvalidArgumentError, "MALFORMED"),
         (
-            lambda one: encode_frame(
-                Kind.HELLO, link_pb2.LinkHello(protocol_version=9, server_id=one.server_id).SerializeToString()
-            ),
+            lambda one: encode_frame(Kind.HELLO, of_version_9(one).SerializeToString()),
             WrongStateError,
             "PROTOCOL_VERSION",
         ),

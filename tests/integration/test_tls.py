@@ -26,6 +26,7 @@ from kvpool.wire.channels import ClientCredentials
 from kvpool.wire.errors import from_status
 from support.auth import Authority, Pair, channel, secret_of, write_tokens
 from support.command import kvpool
+from support.raw_link import steps_hello
 from support.server import ServerProcess, free_port, pool_config, server_process
 from support.waiting import DEADLINE_SECONDS
 from support.workers import ready, worker_processes
@@ -87,7 +88,7 @@ async def is_answered(call: LinkCall) -> bool:
     """Whether a server answers a hello on a link."""
     due_seconds = time.monotonic() + DEADLINE_SECONDS
     try:
-        call.write(link.hello("another one", "", ""), due_seconds)
+        call.write(steps_hello("another one"), due_seconds)
         await call.receive(due_seconds)
     except KvpoolError as error:
         return error.reason == link.OTHER_SERVER  # or it is no answer, but an alert of TLS

@@ -49,7 +49,7 @@ class ObservedLink(StepLink):
     def _observed(self) -> Any:
         """What the tap reads of a call."""
         server = SimpleNamespace(process=self._end.process)
-        session_id = self.hello.session_id if self.hello else ""
+        session_id = self.hello.steps.session_id if self.hello else ""
         client, method = self._end.peer.process, "/kvpool.v1.AllocatorService/Schedule"
         return SimpleNamespace(
             method=method, client=client, server=server, session_id=session_id, was_ended="", primary_term=0

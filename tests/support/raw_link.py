@@ -10,7 +10,7 @@ from typing import Self
 from google.rpc.status_pb2 import Status
 
 from kvpool.core.errors import KvpoolError
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, step_pb2
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, link_pb2, step_pb2
 from kvpool.wire import link
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import TlsConfig
@@ -58,9 +58,9 @@ class RawSession:
             stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=self.session_id), timeout=DEADLINE_SECONDS)
 
     def hello(self, **fields: str) -> bytes:
-        """The hello of this session; `fields` replace its arguments."""
+        """The hello of this session; `fields` replace its fields."""
         said = {"server_id": self.server_id, "session_id": self.session_id, "token": self.token}
-        return link.hello(**{**said, **fields})
+        return steps_hello(**{**said, **fields})
 
     def connect(self, first_bytes: bytes = b"") -> "RawLink":
         """Connects, and sends bytes."""
@@ -86,7 +86,7 @@ class RawLink:
             self.socket = socket.create_connection((host, port), DEADLINE_SECONDS)
             if tls:
                 self.socket = tls.context().wrap_socket(self.socket, server_hostname=host)
-        self._reader = FrameReader(link.CLIENT_STATE)
+        self._reader = FrameReader(link.client_state(is_probed=True))
         self._frames: list[tuple[int, bytes]] = []
         self.send(first_bytes)
 
@@ -133,7 +133,7 @@ class RawLink:
 
     def welcome(self) -> None:
         """Waits for the welcome."""
-        link.check_welcome(self._payload(link.Kind.WELCOME))
+        link.read_welcome(self._payload(link.Kind.WELCOME))
 
     def answer(self) -> step_pb2.StepResult:
         """Waits for the result of a step."""
@@ -155,6 +155,12 @@ class RawLink:
         kind, payload = found
         assert kind == expected, from_status(Status.FromString(payload)) if kind == 3 else kind
         return payload
+
+
+def steps_hello(server_id: str, session_id: str = "session", token: str = "") -> bytes:
+    """The frame of a hello for the steps of a session."""
+    steps = link_pb2.StepsHello(server_id=server_id, session_id=session_id)
+    return link.hello(link_pb2.LinkHello(token=token, steps=steps))
 
 
 def request(sequence: int, **columns: object) -> bytes:

@@ -426,3 +426,75 @@ class LendFenced(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LendFenced: _TypeAlias = LendFenced  # noqa: Y015
+
+@_typing.final
+class LendingHello(_message.Message):
+    """Introduces a process in the LinkHello."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POOL_NAME_FIELD_NUMBER: _builtins.int
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    pool_name: _builtins.str
+    """Name of the pool that the engine is configured for; the lender refuses another."""
+    client_name: _builtins.str
+    """Name of the process, for operators; at most 256 bytes."""
+    client_id: _builtins.str
+    """Identifies the use of the memory within the process, the same on a connection that replaces another; at most 64 bytes."""
+    def __init__(
+        self,
+        *,
+        pool_name: _builtins.str = ...,
+        client_name: _builtins.str = ...,
+        client_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "client_name", b"client_name", "pool_name", b"pool_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendingHello: _TypeAlias = LendingHello  # noqa: Y015
+
+@_typing.final
+class LendingOffer(_message.Message):
+    """The memory that a lender has, in the LinkWelcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    IS_LENT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Number of the lender's rank."""
+    world_size: _builtins.int
+    """Number of ranks of the pool."""
+    available_bytes: _builtins.int
+    """Bytes that a process can map: the size of the memory in use, or the most that the lender may allocate while none is."""
+    is_lent: _builtins.bool
+    """Whether memory is in use, so that a process must declare the same layout."""
+    device: _builtins.str
+    """Device of the memory: "cpu", or "cuda:N"."""
+    weights_bytes: _builtins.int
+    """Bytes of the device that the weights of the newest engine take beside the memory; 0 if they are not known."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        available_bytes: _builtins.int = ...,
+        is_lent: _builtins.bool = ...,
+        device: _builtins.str = ...,
+        weights_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "is_lent", b"is_lent", "rank", b"rank", "weights_bytes", b"weights_bytes", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendingOffer: _TypeAlias = LendingOffer  # noqa: Y015

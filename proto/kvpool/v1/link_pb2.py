@@ -22,17 +22,20 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from kvpool.v1 import lending_pb2 as kvpool_dot_v1_dot_lending__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvpool/v1/link.proto\x12\tkvpool.v1\"[\n\tLinkHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tserver_id\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\r\n\x05token\x18\x04 \x01(\t\"\'\n\x0bLinkWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14kvpool/v1/link.proto\x12\tkvpool.v1\x1a\x17kvpool/v1/lending.proto\"\xa9\x01\n\tLinkHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12&\n\x05steps\x18\x03 \x01(\x0b\x32\x15.kvpool.v1.StepsHelloH\x00\x12*\n\x07lending\x18\x04 \x01(\x0b\x32\x17.kvpool.v1.LendingHelloH\x00\x12\x15\n\x0breplication\x18\x05 \x01(\x0cH\x00\x42\x08\n\x06stream\"3\n\nStepsHello\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"t\n\x0bLinkWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12*\n\x07lending\x18\x02 \x01(\x0b\x32\x17.kvpool.v1.LendingOfferH\x00\x12\x15\n\x0breplication\x18\x03 \x01(\x0cH\x00\x42\x08\n\x06streamb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.link_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LINKHELLO']._serialized_start=35
-  _globals['_LINKHELLO']._serialized_end=126
-  _globals['_LINKWELCOME']._serialized_start=128
-  _globals['_LINKWELCOME']._serialized_end=167
+  _globals['_LINKHELLO']._serialized_start=61
+  _globals['_LINKHELLO']._serialized_end=230
+  _globals['_STEPSHELLO']._serialized_start=232
+  _globals['_STEPSHELLO']._serialized_end=283
+  _globals['_LINKWELCOME']._serialized_start=285
+  _globals['_LINKWELCOME']._serialized_end=401
 # @@protoc_insertion_point(module_scope)

@@ -5,6 +5,7 @@ isort:skip_file
 
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from kvpool.v1 import lending_pb2 as _lending_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,25 +19,32 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class LinkHello(_message.Message):
-    """A link is a connection that carries the steps of one session as frames: a unix socket, or TCP, with TLS where the
-    server's gRPC address has it. A frame is a head of five bytes, the length of the payload (32 bits, little-endian) and
-    the kind (8 bits), and the payload.
+    """A link is a connection that carries frames: a unix socket, or TCP, with TLS where the server's gRPC address has it. A
+    frame is a head of five bytes, the length of the payload (32 bits, little-endian) and the kind (8 bits), and the payload.
 
     | kind | from | payload |
     |-|-|-|
     | 1 | client | LinkHello, the first frame |
     | 2 | server | LinkWelcome: requests are answered from now on |
     | 3 | server | google.rpc.Status, as the error of a gRPC call. The server then ends the link |
-    | 4 | client | Step |
-    | 5 | server | StepResult, one for each Step in order |
-    | 6 | client | random bytes, once before its hello; optional, at most 64 |
+    | 4 | client | a request |
+    | 5 | server | an answer |
+    | 6 | client | random bytes, once before its hello; optional, at most 64; only of steps |
     | 7 | server | HMAC-SHA-256 of those bytes, with the server's id as the key |
+
+    Three streams are links, each at an address of its own:
+
+    | stream | request | answer |
+    |-|-|-|
+    | the steps of a session | Step | StepResult, one for each Step in order |
+    | lent memory, see lending.proto | LendRequest | LendResponse |
+    | replication, from the primary of a shard to a standby | a position | a journal's frame; empty for a position without one |
 
     Kinds 6 and 7 show a client that its server answers, and no other program at the same port. The server's id is a secret,
     which it tells its clients over gRPC. A program in between can pass the frames on: send a token only where that cannot
     be, over TLS or a unix socket.
 
-    The errors are those of AllocatorService.Schedule. Two more end a link before the welcome: UNAVAILABLE, reason
+    The errors of steps are those of AllocatorService.Schedule. Two more end a link before the welcome: UNAVAILABLE, reason
     OTHER_SERVER (the server's id is another one); INVALID_ARGUMENT, reason MALFORMED (a frame is not as above). A new
     link of a session replaces the old one, as a stream does. Steps extend the lease; an open link alone does not, as it
     is open while its process is stopped. On a unix socket the server watches the process that connected: when it has
@@ -48,32 +56,68 @@ class LinkHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
-    SERVER_ID_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    LENDING_FIELD_NUMBER: _builtins.int
+    REPLICATION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the protocol that the client speaks, 3 in this release."""
-    server_id: _builtins.str
-    """The id in StepListener."""
-    session_id: _builtins.str
-    """The session."""
     token: _builtins.str
     """Token of the client, without "Bearer"; empty for none."""
+    replication: _builtins.bytes
+    """Records: the standby, encoded as servers of a shard do among themselves."""
+    @_builtins.property
+    def steps(self) -> Global___StepsHello:
+        """The steps of a session."""
+
+    @_builtins.property
+    def lending(self) -> _lending_pb2.LendingHello:
+        """Lent memory."""
+
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
+        token: _builtins.str = ...,
+        steps: Global___StepsHello | None = ...,
+        lending: _lending_pb2.LendingHello | None = ...,
+        replication: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lending", b"lending", "replication", b"replication", "steps", b"steps", "stream", b"stream"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lending", b"lending", "protocol_version", b"protocol_version", "replication", b"replication", "steps", b"steps", "stream", b"stream", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_stream: _TypeAlias = _typing.Literal["steps", "lending", "replication"]  # noqa: Y015
+    _WhichOneofArgType_stream: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stream) -> _WhichOneofReturnType_stream | None: ...
+
+Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
+
+@_typing.final
+class StepsHello(_message.Message):
+    """Names the session whose steps a link carries."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """The id in StepListener."""
+    session_id: _builtins.str
+    """The session."""
+    def __init__(
+        self,
+        *,
         server_id: _builtins.str = ...,
         session_id: _builtins.str = ...,
-        token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version", "server_id", b"server_id", "session_id", b"session_id", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server_id", b"server_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
+Global___StepsHello: _TypeAlias = StepsHello  # noqa: Y015
 
 @_typing.final
 class LinkWelcome(_message.Message):
@@ -82,17 +126,29 @@ class LinkWelcome(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    LENDING_FIELD_NUMBER: _builtins.int
+    REPLICATION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     """Version of the protocol that the server speaks, 3 in this release."""
+    replication: _builtins.bytes
+    """From where the primary sends, encoded as servers of a shard do among themselves."""
+    @_builtins.property
+    def lending(self) -> _lending_pb2.LendingOffer:
+        """The memory."""
+
     def __init__(
         self,
         *,
         protocol_version: _builtins.int = ...,
+        lending: _lending_pb2.LendingOffer | None = ...,
+        replication: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lending", b"lending", "replication", b"replication", "stream", b"stream"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["protocol_version", b"protocol_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lending", b"lending", "protocol_version", b"protocol_version", "replication", b"replication", "stream", b"stream"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType_stream: _TypeAlias = _typing.Literal["lending", "replication"]  # noqa: Y015
+    _WhichOneofArgType_stream: _TypeAlias = _typing.Literal["stream", b"stream"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_stream) -> _WhichOneofReturnType_stream | None: ...
 
 Global___LinkWelcome: _TypeAlias = LinkWelcome  # noqa: Y015

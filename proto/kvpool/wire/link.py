@@ -1,10 +1,10 @@
-"""The link, which carries the steps of a session: which frame may follow which. No I/O; link.proto documents it.
+"""Links, which carry steps, lent memory and records: which frame may follow which. No I/O; link.proto documents them.
 
 | state | a server may receive | a client may receive |
 |-|-|-|
 | greeting | PROBE: it is probed; HELLO: it is open | PROOF: it is probed; as probed |
 | probed | HELLO: it is open | WELCOME: it is open; REFUSED: it is over |
-| open | REQUEST | ANSWER; REFUSED: it is over |
+| open | REQUEST | ANSWER; REFUSED: it is over, unless the stream goes on after a refusal |
 | over | nothing | nothing |
 
 A client may send requests before the welcome. They are answered after it, in order.
@@ -17,7 +17,7 @@ from typing import Final
 
 from google.protobuf.message import DecodeError
 
-from kvpool.core.errors import UnavailableError
+from kvpool.core.errors import InvalidArgumentError, UnavailableError
 from kvpool.v1 import allocator_pb2, link_pb2
 from kvpool.wire.address import host_and_port
 from kvpool.wire.errors import malformed_error
@@ -47,28 +47,39 @@ class Kind(IntEnum):
     PROOF = 7
 
 
-def server_state(max_bytes: int) -> State:
-    """The first state of a server, which takes requests of up to a number of bytes."""
+def server_state(max_bytes: int, *, is_probed: bool = False) -> State:
+    """The first state of a server.
+
+    Args:
+        max_bytes: Maximum size of a request.
+        is_probed: Whether a client may send PROBE.
+    """
     requests: dict[int, tuple[int, State]] = {}
     is_open = State("open", requests)
     requests[Kind.REQUEST] = max_bytes, is_open
     hello = {int(Kind.HELLO): (MAX_GREETING_BYTES, is_open)}
-    return State("greeting", {Kind.PROBE: (_MAX_PROBE_BYTES, State("probed", hello)), **hello})
+    probe = {int(Kind.PROBE): (_MAX_PROBE_BYTES, State("probed", hello))} if is_probed else {}
+    return State("greeting", probe | hello)
 
 
-def _client_state() -> State:
+def client_state(max_bytes: int = MAX_ANSWER_BYTES, *, is_probed: bool = False, refusal_ends: bool = True) -> State:
+    """The first state of a client.
+
+    Args:
+        max_bytes: Maximum size of an answer.
+        is_probed: Whether the server may send PROOF.
+        refusal_ends: Whether nothing follows a REFUSED that answers a request.
+    """
     answers: dict[int, tuple[int, State]] = {}
     over, is_open = State("over"), State("open", answers)
-    answers |= {Kind.ANSWER: (MAX_ANSWER_BYTES, is_open), Kind.REFUSED: (MAX_GREETING_BYTES, over)}
+    answers[Kind.ANSWER] = max_bytes, is_open
+    answers[Kind.REFUSED] = MAX_GREETING_BYTES, over if refusal_ends else is_open
     greeting: dict[int, tuple[int, State]] = {
         Kind.WELCOME: (MAX_GREETING_BYTES, is_open),
         Kind.REFUSED: (MAX_GREETING_BYTES, over),
     }
-    return State("greeting", {Kind.PROOF: (_MAX_PROBE_BYTES, State("probed", greeting)), **greeting})
-
-
-CLIENT_STATE: Final = _client_state()
-"""The first state of a client."""
+    proof = {int(Kind.PROOF): (_MAX_PROBE_BYTES, State("probed", greeting))} if is_probed else {}
+    return State("greeting", proof | greeting)
 
 
 def proof(probed: bytes, server_id: str) -> bytes:
@@ -82,19 +93,22 @@ def check_proof(answer: bytes, probed: bytes, server_id: str) -> None:
         raise UnavailableError(OTHER_SERVER, "another program, or another server, listens there")
 
 
-def hello(server_id: str, session_id: str, token: str) -> bytes:
-    """Encodes the first frame of a client."""
-    message = link_pb2.LinkHello(
-        protocol_version=PROTOCOL_VERSION, server_id=server_id, session_id=session_id, token=token
-    )
+def hello(message: link_pb2.LinkHello) -> bytes:
+    """Encodes the first frame of a client, and states the version in it."""
+    message.protocol_version = PROTOCOL_VERSION
     return encode_frame(Kind.HELLO, message.SerializeToString())
 
 
-def read_hello(payload: bytes, server_id: str) -> link_pb2.LinkHello:
-    """Decodes the first frame of a client, in the server with this id.
+def read_hello(payload: bytes, stream: str, server_id: str = "") -> link_pb2.LinkHello:
+    """Decodes the first frame of a client.
+
+    Args:
+        payload: The payload of the frame.
+        stream: What links to this listener carry: a field of LinkHello.
+        server_id: Id of this server, if it takes steps.
 
     Raises:
-        InvalidArgumentError: It cannot be parsed.
+        InvalidArgumentError: It cannot be parsed, or is of another stream.
         UnavailableError: It is meant for another server (OTHER_SERVER).
         WrongStateError: The client speaks another protocol version.
     """
@@ -102,30 +116,34 @@ def read_hello(payload: bytes, server_id: str) -> link_pb2.LinkHello:
         message = link_pb2.LinkHello.FromString(payload)
     except DecodeError:
         raise malformed_error() from None
-    if message.server_id != server_id:  # whatever version that one speaks
+    if message.steps.server_id != server_id:  # whatever version that one speaks
         text = "another server, or an earlier process of this one, gave the client this address"
         raise UnavailableError(OTHER_SERVER, text, field="server_id", retry_seconds=0.0)
     check_client(message.protocol_version)
+    if message.WhichOneof("stream") != stream:
+        text = f"{message.WhichOneof('stream') or 'nothing'}; this address takes links for {stream}"
+        raise InvalidArgumentError("stream", text, reason="MALFORMED")
     return message
 
 
-def welcome() -> bytes:
-    """Encodes the answer to a hello."""
-    message = link_pb2.LinkWelcome(protocol_version=PROTOCOL_VERSION)
+def welcome(message: link_pb2.LinkWelcome) -> bytes:
+    """Encodes the answer to a hello, and states the version in it."""
+    message.protocol_version = PROTOCOL_VERSION
     return encode_frame(Kind.WELCOME, message.SerializeToString())
 
 
-def check_welcome(payload: bytes) -> None:
-    """Checks the answer to a hello.
+def read_welcome(payload: bytes) -> link_pb2.LinkWelcome:
+    """Decodes the answer to a hello.
 
     Raises:
         ServerError: The server speaks another protocol version, or sends something else.
     """
     try:
-        version = link_pb2.LinkWelcome.FromString(payload).protocol_version
+        message = link_pb2.LinkWelcome.FromString(payload)
     except DecodeError:
-        version = 0
-    check_server(version)
+        message = link_pb2.LinkWelcome()
+    check_server(message.protocol_version)
+    return message
 
 
 def steps_address(address: str) -> str:

@@ -9,12 +9,14 @@ import pytest
 
 from kvpool.client.transports.link_calls import AsyncioCall, SocketCall
 from kvpool.core.errors import KvpoolError
+from kvpool.v1.link_pb2 import LinkWelcome
 from kvpool.wire import link
 from kvpool.wire.errors import ServerError
 from kvpool.wire.frames import encode_frame
 from support.waiting import DEADLINE_SECONDS
 
-STREAM: Final = link.welcome() + encode_frame(link.Kind.ANSWER, b"a") + encode_frame(link.Kind.REFUSED, b"over")
+WELCOME: Final = link.welcome(LinkWelcome())
+STREAM: Final = WELCOME + encode_frame(link.Kind.ANSWER, b"a") + encode_frame(link.Kind.REFUSED, b"over")
 
 
 def refusal(payload: bytes) -> KvpoolError:
@@ -33,7 +35,7 @@ async def received(call: SocketCall | AsyncioCall) -> list[object]:
     return found
 
 
-@pytest.mark.parametrize("at", [0, 3, len(link.welcome()), len(STREAM) - 1])
+@pytest.mark.parametrize("at", [0, 3, len(WELCOME), len(STREAM) - 1])
 def test_answers_before_a_refusal_are_taken_first_wherever_the_stream_is_cut(at: int) -> None:
     blocking, server = socket.socketpair()
     with blocking, server:
@@ -43,7 +45,7 @@ def test_answers_before_a_refusal_are_taken_first_wherever_the_stream_is_cut(at:
     loop = asyncio.new_event_loop()
     for part in (STREAM[:at], STREAM[at:]):
         call.data_received(part)
-    assert loop.run_until_complete(received(call)) == answers == [link.welcome()[5:], b"a", "over", "over"]
+    assert loop.run_until_complete(received(call)) == answers == [WELCOME[5:], b"a", "over", "over"]
     loop.close()
 
 

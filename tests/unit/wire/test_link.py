@@ -6,18 +6,19 @@ from typing import Final
 import pytest
 
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
-from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
+from kvpool.v1.link_pb2 import LinkHello, LinkWelcome, StepsHello
 from kvpool.wire import link
 from kvpool.wire.errors import ServerError
 from kvpool.wire.frames import HEAD, FrameReader, encode_frame
 from kvpool.wire.link import Kind
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
+from support.raw_link import steps_hello
 from support.refusals import refused
 from support.transcripts import Played, check
 
 MAX_BYTES: Final = 20_000
 HELLO, WELCOME, REFUSED, REQUEST, ANSWER, PROBE, PROOF = 1, 2, 3, 4, 5, 6, 7
-FIRST: Final = {"server": link.server_state(MAX_BYTES), "client": link.CLIENT_STATE}
+FIRST: Final = {"server": link.server_state(MAX_BYTES, is_probed=True), "client": link.client_state(is_probed=True)}
 WAYS: Final = {"server": [(), (PROBE,), (HELLO,)], "client": [(), (PROOF,), (WELCOME,), (REFUSED,), (WELCOME, REFUSED)]}
 """Frames that lead a side to each of its states."""
 MAY_FOLLOW: Final = {
@@ -34,6 +35,7 @@ MAY_FOLLOW: Final = {
     ("client", "open", REFUSED): ("over", 16_384),
 }
 """State after each frame, and the maximum size of its payload."""
+OF_S: Final = StepsHello(server_id="s")
 
 
 def side(name: str, way: tuple[int, ...] = ()) -> FrameReader:
@@ -121,40 +123,47 @@ def payload_of(frame: bytes) -> bytes:
 
 
 def test_a_hello_names_server_session_and_token() -> None:
-    frame = link.hello("server-1", "session-1", "kvp_secret")
-    found = link.read_hello(payload_of(frame), "server-1")
+    frame = steps_hello("server-1", "session-1", "kvp_secret")
+    found = link.read_hello(payload_of(frame), "steps", "server-1")
     assert frame[HEAD.size - 1] == HELLO
-    assert (found.session_id, found.token, found.protocol_version) == ("session-1", "kvp_secret", PROTOCOL_VERSION)
+    assert (found.token, found.protocol_version) == ("kvp_secret", PROTOCOL_VERSION)
+    assert found.steps == StepsHello(server_id="server-1", session_id="session-1")
 
 
 def test_a_hello_may_leave_the_version_unstated() -> None:
-    assert link.read_hello(LinkHello(server_id="s").SerializeToString(), "s").session_id == ""
+    assert link.read_hello(LinkHello(steps=OF_S).SerializeToString(), "steps", "s").steps == OF_S
 
 
 @pytest.mark.parametrize(
     ("payload", "kind", "field", "reason"),
     [
-        (LinkHello(protocol_version=9, server_id="s"), WrongStateError, "protocol_version", "PROTOCOL_VERSION"),
-        (LinkHello(protocol_version=PROTOCOL_VERSION, server_id="t"), UnavailableError, "server_id", "OTHER_SERVER"),
+        (LinkHello(protocol_version=9, steps=OF_S), WrongStateError, "protocol_version", "PROTOCOL_VERSION"),
+        (LinkHello(steps=StepsHello(server_id="t")), UnavailableError, "server_id", "OTHER_SERVER"),
         (LinkHello(), UnavailableError, "server_id", "OTHER_SERVER"),
         (b"\xff", InvalidArgumentError, "message", "MALFORMED"),
-        (b"\x22\x01\xff", InvalidArgumentError, "message", "MALFORMED"),  # a token that is not UTF-8
+        (b"\x12\x01\xff", InvalidArgumentError, "message", "MALFORMED"),  # a token that is not UTF-8
     ],
     ids=["version", "server", "empty", "garbage", "token"],
 )
 def test_another_hello_is_refused(payload: LinkHello | bytes, kind: type[KvpoolError], field: str, reason: str) -> None:
     data = payload if isinstance(payload, bytes) else payload.SerializeToString()
     with refused(kind, field=field, reason=reason):
-        link.read_hello(data, "s")
+        link.read_hello(data, "steps", "s")
+
+
+@pytest.mark.parametrize("sent", [LinkHello(), LinkHello(steps=StepsHello()), LinkHello(replication=b"s")], ids=str)
+def test_a_listener_takes_links_of_one_stream(sent: LinkHello) -> None:
+    with refused(InvalidArgumentError, field="stream", reason="MALFORMED", match="takes links for lending"):
+        link.read_hello(sent.SerializeToString(), "lending")
 
 
 def test_a_welcome_has_the_version_of_the_server() -> None:
-    frame = link.welcome()
+    frame = link.welcome(LinkWelcome(replication=b"position"))
     assert frame[HEAD.size - 1] == WELCOME
-    link.check_welcome(payload_of(frame))
+    assert link.read_welcome(payload_of(frame)).replication == b"position"
     for payload in (b"", b"\xff", LinkWelcome(protocol_version=9).SerializeToString()):
         with refused(ServerError, field="protocol_version", reason="PROTOCOL_VERSION"):
-            link.check_welcome(payload)
+            link.read_welcome(payload)
 
 
 @pytest.mark.parametrize(

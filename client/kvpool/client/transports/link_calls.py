@@ -25,6 +25,8 @@ _NEXT_ADDRESS_SECONDS: Final = 0.25
 """Time after which the next address of a host is tried, too."""
 _UNIX: Final = "unix:"
 
+_FIRST_STATE: Final = wire_link.client_state(is_probed=True)
+
 Refusal = Callable[[bytes], KvpoolError]
 """Makes the error of a refusal."""
 
@@ -39,7 +41,7 @@ class _Answers(FrameReader):
     __slots__ = ("_refusal", "payloads")
 
     def __init__(self, refusal: Refusal) -> None:
-        super().__init__(wire_link.CLIENT_STATE)
+        super().__init__(_FIRST_STATE)
         self.payloads: deque[bytes] = deque()
         self._refusal = refusal
 

@@ -35,6 +35,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import allocator_pb2, step_pb2
+from kvpool.v1.link_pb2 import LinkHello, StepsHello
 from kvpool.wire import link as wire_link
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.channels import ClientCredentials
@@ -353,8 +354,10 @@ class StepStream(ABC):
             probe = secrets.token_bytes(16)
             call.write(encode_frame(wire_link.Kind.PROBE, probe), due_seconds)
             wire_link.check_proof(await call.receive(due_seconds), probe, server_id)
-            call.write(wire_link.hello(server_id, self._session_id, link.read_token()), due_seconds)
-            wire_link.check_welcome(await call.receive(due_seconds))
+            steps = StepsHello(server_id=server_id, session_id=self._session_id)
+            hello = LinkHello(token=link.read_token(), steps=steps)
+            call.write(wire_link.hello(hello), due_seconds)
+            wire_link.read_welcome(await call.receive(due_seconds))
         except BaseException as error:
             call.cancel()
             link.step_calls.discard(call)

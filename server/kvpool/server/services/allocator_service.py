@@ -194,7 +194,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
 
     def serve_link(self, _: object, link: Any) -> Awaitable[None]:  # noqa: ANN401 - a `StepLink`, maybe in a `GatedContext`
         """Serves the steps of a link, as `Schedule` does those of a stream. The hello was checked."""
-        return self._serve_steps(link, link.hello.session_id)
+        return self._serve_steps(link, link.hello.steps.session_id)
 
     async def _serve_steps(self, context: Any, session_id: str | None) -> None:  # noqa: ANN401 - see its callers
         """Applies steps of a session, in turn, and sends the results.

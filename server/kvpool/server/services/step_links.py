@@ -25,7 +25,7 @@ from kvpool.server.limits.messages import SMALL_MESSAGE_BYTES
 from kvpool.server.limits.streams import not_reading_error
 from kvpool.server.services.process_watch import ProcessWatch
 from kvpool.v1 import allocator_pb2, step_pb2
-from kvpool.v1.link_pb2 import LinkHello
+from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
 from kvpool.wire import link
 from kvpool.wire.acceptor import ACCEPT_PAUSE_SECONDS, Acceptor
 from kvpool.wire.address import BoundSocket, host_and_port, ip_addresses, set_options
@@ -71,7 +71,7 @@ class StepLinks:
         self.serve: Callable[[object, object], Awaitable[object]] = handler.stream_stream  # type: ignore[assignment]
         self.parse: Callable[[bytes], object] = handler.request_deserializer  # type: ignore[assignment]
         self.processes = processes
-        self.first_state = link.server_state(config.max_message_bytes)
+        self.first_state = link.server_state(config.max_message_bytes, is_probed=True)
         self.stall_seconds = config.limits.stall_seconds
         self.dead_peer_seconds = config.dead_peer_seconds
         self._config = config
@@ -215,7 +215,9 @@ class StepLink(asyncio.Protocol):
         self.task: asyncio.Task[None] | None = None
         self._links = links
         self._reader = FrameReader(links.first_state)
-        self._parse: Callable[[bytes], object] = partial(link.read_hello, server_id=links.listener.server_id)
+        self._parse: Callable[[bytes], object] = partial(
+            link.read_hello, stream="steps", server_id=links.listener.server_id
+        )
         self._transport: asyncio.Transport
         self._frames: deque[bytes] = deque()
         self._arrival: asyncio.Future[None] | None = None
@@ -318,7 +320,7 @@ class StepLink(asyncio.Protocol):
 
     def welcome(self, session_id: str) -> None:
         """Sends the answer to the hello, and watches the process of its session."""
-        self._transport.write(link.welcome())
+        self._transport.write(link.welcome(LinkWelcome()))
         connection = self._transport.get_extra_info("socket")
         if connection.family is socket.AF_UNIX:
             self._links.watch_process(SessionId(session_id), connection)

@@ -19,11 +19,11 @@ from kvpool.server.services.step_links import StepLink, StepLinks
 from kvpool.v1 import step_pb2
 from kvpool.wire import link as wire_link
 from kvpool.wire.frames import FrameReader
-from support.raw_link import request
+from support.raw_link import request, steps_hello
 from support.waiting import until
 
 STALL_SECONDS: Final = 0.1
-HELLO: Final = wire_link.hello("server", "session", "")
+HELLO: Final = steps_hello("server")
 Serve = Callable[[Any, StepLink], Awaitable[object]]
 
 
@@ -37,7 +37,7 @@ class Transport(asyncio.Transport):
         self.frames: list[tuple[int, bytes]] = []
         self.reads = True
         self.is_open = True
-        self._reader = FrameReader(wire_link.CLIENT_STATE)
+        self._reader = FrameReader(wire_link.client_state())
 
     def write(self, data: Any) -> None:
         self.frames += self._reader.feed(data)
