@@ -18,10 +18,11 @@ from attacks.shards import ShardTarget
 from attacks.target import TENANTS, Target
 from kvpool.client import UnauthenticatedError
 from kvpool.server.cluster.directory import Member, MemberId
-from kvpool.server.cluster.messages import MAX_HELLO_BYTES, VERSION, Hello, core_fingerprint, to_frame
-from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.server.cluster.messages import Hello, core_fingerprint, hello
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, lending_pb2
+from kvpool.wire.frames import encode_frame
 from kvpool.wire.lending import encode_message
+from kvpool.wire.link import MAX_GREETING_BYTES, Kind
 from support.auth import secret_of
 from support.waiting import DEADLINE_SECONDS
 
@@ -65,7 +66,7 @@ def flood_lender(assault: Assault) -> None:
 
 
 def flood_replication(assault: Assault) -> None:
-    """Opens connections to the port of standbys: before TLS, or with TLS and a HELLO that is no standby's."""
+    """Opens connections to the port of standbys: before TLS, or with TLS and a hello that is no standby's."""
     target = assault.target
     assert isinstance(target, ShardTarget)
     tls = ssl.create_default_context(cafile=target.authority.path)
@@ -87,7 +88,7 @@ def flood_replication(assault: Assault) -> None:
 def _bad_hellos(target: ShardTarget) -> list[bytes]:
     member = Member(MemberId("attacker"), ("127.0.0.1:1",), "127.0.0.1:2")
     token = secret_of("standby")
-    hello = Hello(VERSION, target.shard, core_fingerprint(), token, member, target.term(), 0, 0)
+    good = Hello(target.shard, core_fingerprint(), member, target.term(), 0, 0)
     members = [
         replace(member, addresses=()),
         replace(member, member_id=MemberId("../")),
@@ -95,10 +96,10 @@ def _bad_hellos(target: ShardTarget) -> list[bytes]:
         replace(member, replication_address="\0"),
         replace(member, addresses=("127.0.0.1:1",) * 500),
     ]
-    hellos = [replace(hello, member=each) for each in members]
-    hellos += [replace(hello, token=""), replace(hello, term=0), replace(hello, resumed_term=-1, resumed_position=-1)]
-    garbage = [b"", *(encode_frame(FrameKind.HELLO, bytes(size)) for size in (0, 100, MAX_HELLO_BYTES, 2**20))]
-    return [*map(to_frame, hellos), *garbage]
+    hellos = [replace(good, member=each) for each in members]
+    hellos += [replace(good, term=0), replace(good, resumed_term=-1, resumed_position=-1)]
+    garbage = [b"", *(encode_frame(Kind.HELLO, bytes(size)) for size in (0, 100, MAX_GREETING_BYTES, 2**20))]
+    return [*(hello(token, each) for each in hellos), hello("", good), *garbage]
 
 
 def call_without_token(assault: Assault) -> None:

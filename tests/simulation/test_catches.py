@@ -137,7 +137,7 @@ def _acknowledges(real: Callable[[PrimaryStream, bytes], None]) -> Callable[[Pri
         if not self.is_left:
             real(self, received)
         elif self._transport:
-            position = vars(self).get("position", self._client.position) + len(list(self._parser.feed(received)))
+            position = vars(self).get("position", self._client.position) + len(self._reader.feed(received))
             vars(self)["position"] = position
             self._transport.write(acknowledgement(position))
 

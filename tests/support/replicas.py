@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvpool.core.errors import NotPrimaryError
+from kvpool.core.errors import KvpoolError, NotPrimaryError
 from kvpool.core.ids import GroupId
 from kvpool.core.pools.snapshots import PoolSnapshot, StateSnapshot
 from kvpool.core.sessions.session import Session
@@ -20,11 +20,13 @@ from kvpool.server.cluster.directory import Member
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.identity import IdentityFile
 from kvpool.server.cluster.member_settings import MemberSettings
-from kvpool.server.cluster.messages import Refused, Welcome, answer_of
+from kvpool.server.cluster.messages import Welcome, read_refusal, read_welcome
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.shard_member import ShardMember
-from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
+from kvpool.server.journal.frames import Frame, FrameKind, decode_frame
 from kvpool.server.journal.snapshot import load_snapshot, snapshot_frames
+from kvpool.wire import link
+from kvpool.wire.frames import FrameReader
 from support import waiting
 from support.journal import journal_in, kill
 from support.memory_directory import MemoryDirectory, Store
@@ -184,29 +186,40 @@ class PlayedStandby:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._parser, self._frames = FrameParser(), list[Frame]()
+        self._link, self._frames = FrameReader(link.client_state()), list[tuple[int, bytes]]()
         self.num_received_bytes = 0
 
     def send(self, content: bytes) -> None:
         self._writer.write(content)
 
-    async def frame(self) -> Frame:
+    async def _next(self) -> tuple[int, bytes]:
         async with asyncio.timeout(DEADLINE_SECONDS):
             while not self._frames:
                 received = await self._reader.read(2**16)
                 assert received, "the connection has ended"
                 self.num_received_bytes += len(received)
-                self._frames += self._parser.feed(received)
+                self._frames += self._link.feed(received)
         return self._frames.pop(0)
 
-    async def answer(self) -> Welcome | Refused:
-        frame = await self.frame()
-        return answer_of(frame.kind, frame.payload)
+    async def answer(self) -> Welcome | KvpoolError:
+        """Waits for the answer to a hello, or for a refusal."""
+        kind, payload = await self._next()
+        return read_welcome(payload) if kind == link.Kind.WELCOME else read_refusal(payload)
+
+    async def record(self) -> bytes:
+        """Waits for a position; its record, or nothing for a mark."""
+        kind, payload = await self._next()
+        assert kind == link.Kind.ANSWER
+        if not payload:
+            return b""
+        frame = decode_frame(payload)
+        assert frame.kind is FrameKind.RECORD
+        return frame.payload
 
     async def snapshot(self) -> DrivenState:
-        frames = [await self.frame()]
-        while frames[-1].kind is not FrameKind.END:
-            frames.append(await self.frame())
+        frames = list[Frame]()
+        while not frames or frames[-1].kind is not FrameKind.END:
+            frames.append(decode_frame((await self._next())[1]))
         loaded = DrivenState()
         load_snapshot(loaded, iter(frames))
         return loaded

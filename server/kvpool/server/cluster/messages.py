@@ -1,9 +1,9 @@
-"""What the servers of a shard send each other before records: who asks, and from where the primary sends.
+"""What the servers of a shard say on the link that carries records; `kvpool.wire.link` has the frames and their order.
 
-1. A standby connects and sends HELLO. The primary answers WELCOME or REFUSED, within the time of a handshake.
-2. After WELCOME the primary sends a snapshot, unless the standby resumes, and then each frame after the stated
-   position: records and marks, one position per frame.
-3. The standby sends ACKNOWLEDGED with the last position that it has executed.
+1. A standby connects and sends its hello. The primary answers with a welcome, or with a refusal.
+2. Each answer is a position: the frame of a record as it is in the journal, or a mark, which is empty. The first one
+   follows the position in the welcome. The frames of a snapshot come before it, unless the standby resumes.
+3. A request of the standby is the last position that it has executed.
 """
 
 import hashlib
@@ -13,47 +13,43 @@ from pathlib import Path
 from platform import python_version
 from typing import Final
 
+from google.protobuf.message import DecodeError
+from google.rpc.status_pb2 import Status
+
 import kvpool.core
+from kvpool.core.errors import KvpoolError, WrongStateError
 from kvpool.server.cluster.directory import Member
 from kvpool.server.codec import DamageError, decode, dumps, encode, loads
 from kvpool.server.journal.folder import FORMAT
-from kvpool.server.journal.frames import FrameKind, encode_frame
-from kvpool.wire import changes, steps
+from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
+from kvpool.wire import changes, link, steps
+from kvpool.wire.errors import ServerError, from_status
+from kvpool.wire.frames import encode_frame
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
-VERSION: Final = 3
-"""Version of the stream between servers."""
 OTHER_VERSION: Final = "OTHER_VERSION"
 """Reason for which a server of another version is refused, unless the primary hands over to it."""
-MAX_HELLO_BYTES: Final = 16 * 1024
-"""Maximum size of the first frame, which comes from a server that is not authenticated yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of a standby.
+    """A standby, and what it has.
 
     Attributes:
-        version: Version of the stream.
         shard: Name of the shard, which both servers must have.
         core: `core_fingerprint` of the standby.
-        token: Its token; empty for none.
         member: The standby.
         term: Term that it follows.
         resumed_term: Term in which it has followed before; 0 if it needs a snapshot.
         resumed_position: Last position that it has executed in that term.
     """
 
-    version: int
     shard: str
     core: str
-    token: str
     member: Member
     term: int
     resumed_term: int
     resumed_position: int
-
-    def __repr__(self) -> str:
-        return f"<Hello of {self.member.member_id} for term {self.term}>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +67,50 @@ class Welcome:
     now_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """Refusal of the primary.
+def hello(token: str, message: Hello) -> bytes:
+    """Encodes the first frame of a standby."""
+    return link.hello(LinkHello(token=token, replication=encode(Hello, message)))
 
-    Attributes:
-        reason: An UPPER_SNAKE_CASE constant.
-        message: For people.
+
+def read_hello(payload: bytes) -> tuple[str, Hello]:
+    """Decodes the first frame of a standby. Returns its token, and the rest.
+
+    Raises:
+        KvpoolError: As `link.read_hello`.
+        DamageError: It is malformed.
     """
-
-    reason: str
-    message: str
-
-
-_KINDS: Final = {Hello: FrameKind.HELLO, Welcome: FrameKind.WELCOME, Refused: FrameKind.REFUSED}
-
-
-def to_frame(message: Hello | Welcome | Refused) -> bytes:
-    """Encodes a message as a frame."""
-    return encode_frame(_KINDS[type(message)], encode(type(message), message))
+    try:
+        message = link.read_hello(payload, "replication")
+    except WrongStateError as error:
+        text = "the servers run versions that do not understand each other: plan a restart with the journal"
+        raise WrongStateError(error.reason, text, field=error.field) from None
+    return message.token, decode(Hello, message.replication)
 
 
-def hello_of(payload: bytes) -> Hello:
-    """Decodes a HELLO. Raises DamageError if it is malformed."""
-    return decode(Hello, payload)
+def welcome(message: Welcome) -> bytes:
+    """Encodes the answer to a hello."""
+    return link.welcome(LinkWelcome(replication=encode(Welcome, message)))
 
 
-def answer_of(kind: FrameKind, payload: bytes) -> Welcome | Refused:
-    """Decodes a WELCOME or REFUSED. Raises DamageError if it is malformed, or of another kind."""
-    if kind is FrameKind.WELCOME:
-        return decode(Welcome, payload)
-    if kind is FrameKind.REFUSED:
-        return decode(Refused, payload)
-    raise DamageError(f"a {kind.name} instead of an answer")
+def read_welcome(payload: bytes) -> Welcome:
+    """Decodes the answer to a hello. Raises DamageError if it is malformed, or of another protocol version."""
+    try:
+        return decode(Welcome, link.read_welcome(payload).replication)
+    except ServerError as error:
+        raise DamageError(str(error)) from None
+
+
+def read_refusal(payload: bytes) -> KvpoolError:
+    """Decodes why the primary ends the link. Raises DamageError if it is malformed."""
+    try:
+        return from_status(Status.FromString(payload))
+    except DecodeError:
+        raise DamageError("a malformed refusal") from None
 
 
 def acknowledgement(position: int) -> bytes:
     """Encodes the frame that acknowledges a position."""
-    return encode_frame(FrameKind.ACKNOWLEDGED, dumps(position))
+    return encode_frame(link.Kind.REQUEST, dumps(position))
 
 
 def acknowledged_position(payload: bytes) -> int:
@@ -123,10 +125,10 @@ def acknowledged_position(payload: bytes) -> int:
 def core_fingerprint() -> str:
     """Fingerprint of what decides the results of records.
 
-    That is the core, the reading of steps, the form of records and snapshots, and Python. Servers with the same
-    fingerprint execute the same records with the same results.
+    That is the core, the reading of steps, the protocol, the form of records and snapshots, and Python. Servers with
+    the same fingerprint execute the same records with the same results.
     """
-    digest = hashlib.sha256(f"{VERSION} {FORMAT} {python_version()}".encode())
+    digest = hashlib.sha256(f"{PROTOCOL_VERSION} {FORMAT} {python_version()}".encode())
     core = (source for folder in kvpool.core.__path__ for source in sorted(Path(folder).rglob("*.py")))
     for source in (*core, Path(changes.__file__), Path(steps.__file__)):
         digest.update(f"{source.parent.name}/{source.name}\0".encode())

@@ -4,9 +4,10 @@ from collections import deque
 from typing import Final
 
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.wire.frames import encode_frame
+from kvpool.wire.link import Kind
 
-MARK: Final = encode_frame(FrameKind.MARK, b"")
+MARK: Final = encode_frame(Kind.ANSWER, b"")
 """The frame of a position without a record."""
 
 

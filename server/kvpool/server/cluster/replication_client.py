@@ -10,6 +10,7 @@
 import asyncio
 import logging
 import time
+from collections import deque
 from typing import Final
 
 from kvpool.core.errors import KvpoolError
@@ -22,10 +23,12 @@ from kvpool.server.cluster.replica import Driver
 from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import DamageError
-from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
+from kvpool.server.journal.frames import Frame, FrameKind, decode_frame
 from kvpool.server.journal.records import MismatchError
+from kvpool.wire import link
 from kvpool.wire.address import host_and_port
 from kvpool.wire.backoff import Backoff
+from kvpool.wire.frames import FrameReader
 
 CONNECT_SECONDS: Final = 1.0
 
@@ -96,14 +99,9 @@ class ReplicationClient:
             self._stream.acknowledge(position)
 
     def hello(self, term: int) -> messages.Hello:
-        """The first message in a term.
-
-        Raises:
-            OSError: The token cannot be read.
-        """
+        """What this server says first in a term."""
         settings, core = self._settings, messages.core_fingerprint()
-        token, resumed = settings.cluster.replication_token(), (self.resumed_term, self.position)
-        return messages.Hello(messages.VERSION, settings.shard, core, token, settings.me, term, *resumed)
+        return messages.Hello(settings.shard, core, settings.me, term, self.resumed_term, self.position)
 
     def ended(self, stream: "PrimaryStream") -> None:
         """Handles the end of a connection."""
@@ -131,7 +129,8 @@ class ReplicationClient:
 
     async def _open(self, term: int, address: str) -> None:
         host, port = host_and_port("replication_address", address)
-        stream = self._stream = PrimaryStream(self, term, messages.to_frame(self.hello(term)))
+        token = self._settings.cluster.replication_token()
+        stream = self._stream = PrimaryStream(self, term, messages.hello(token, self.hello(term)))
         async with asyncio.timeout(CONNECT_SECONDS):
             await asyncio.get_running_loop().create_connection(
                 lambda: stream, host, port, ssl=self._settings.client_tls
@@ -160,16 +159,15 @@ class PrimaryStream(asyncio.Protocol):
         self._term = term
         self._hello = hello
         self._transport: asyncio.Transport | None = None
-        self._parser = FrameParser()
-        self._is_welcome = False
+        self._reader = FrameReader(link.client_state())
+        self._waiting: deque[tuple[int, bytes]] = deque()  # received frames; they wait while a snapshot is loaded
         self._snapshot: list[Frame] = []
         self._snapshot_position = NOTHING
         self._executed: int | None = None  # the position that was reported last
-        self._later: list[bytes] = []  # received while a snapshot is loaded
         self._loading: asyncio.Task[None] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Sends HELLO."""
+        """Sends the hello."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
         self._transport = transport
         transport.write(self._hello)
@@ -179,18 +177,11 @@ class PrimaryStream(asyncio.Protocol):
         self.heard_seconds = time.monotonic()
         if self.is_left:
             return
-        if self._loading:
-            self._later.append(received)
-            return
         client = self._client
         try:
-            for frame in self._parser.feed(received):
-                if self.is_following:
-                    self._execute(frame)
-                else:
-                    self._handle(frame)
-                if self._loading:
-                    break  # the parser keeps the frames after it
+            self._waiting += self._frames(received)
+            while self._waiting and not self._loading:
+                self._handle(*self._waiting.popleft())
         except DamageError as error:
             _log.error("primary not understood", extra={"error": str(error)})
             self.leave()
@@ -222,27 +213,41 @@ class PrimaryStream(asyncio.Protocol):
         if self._transport:
             self._transport.abort()
 
-    def _execute(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.RECORD:
-            try:
-                self._client.state.execute(frame)
-            except (DamageError, MismatchError, KvpoolError):
-                raise
-            except BaseException:  # noqa: BLE001 - the process ends
-                self._client.recorder.crash_after_bug("follow")
-        elif frame.kind is not FrameKind.MARK:
-            raise DamageError(f"a {frame.kind.name} instead of a record")
-        self._client.position += 1
+    def _frames(self, received: bytes) -> list[tuple[int, bytes]]:
+        try:
+            return self._reader.feed(received)
+        except KvpoolError as error:  # it says nothing about the state
+            raise DamageError(str(error)) from None
 
-    def _handle(self, frame: Frame) -> None:
-        if not self._is_welcome:
-            self._answered(frame)
-        elif frame.kind in _SNAPSHOT_KINDS:
-            self._snapshot.append(frame)
-            if frame.kind is FrameKind.END:
-                self._loading = asyncio.create_task(self._load(), name="load_snapshot")
+    def _handle(self, kind: int, payload: bytes) -> None:
+        if kind == link.Kind.WELCOME:
+            self._welcomed(messages.read_welcome(payload))
+        elif kind == link.Kind.REFUSED:
+            self._refused(messages.read_refusal(payload))
+        elif self.is_following:
+            if payload:
+                self._execute(decode_frame(payload))
+            self._client.position += 1
         else:
+            self._keep(decode_frame(payload))
+
+    def _execute(self, frame: Frame) -> None:
+        if frame.kind is not FrameKind.RECORD:
+            raise DamageError(f"a {frame.kind.name} instead of a record")
+        try:
+            self._client.state.execute(frame)
+        except (DamageError, MismatchError, KvpoolError):
+            raise
+        except BaseException:  # noqa: BLE001 - the process ends
+            self._client.recorder.crash_after_bug("follow")
+
+    def _keep(self, frame: Frame) -> None:
+        """Keeps a frame of a snapshot, and loads the snapshot with the last one."""
+        if frame.kind not in _SNAPSHOT_KINDS:
             raise DamageError(f"a {frame.kind.name} instead of a snapshot")
+        self._snapshot.append(frame)
+        if frame.kind is FrameKind.END:
+            self._loading = asyncio.create_task(self._load(), name="load_snapshot")
 
     def _report(self) -> None:
         """Reports what was executed, once the journal has written the snapshot before it, or has given up."""
@@ -251,14 +256,14 @@ class PrimaryStream(asyncio.Protocol):
             self._executed = position
             self._client.driver.step(events.Executed(position))
 
-    def _answered(self, frame: Frame) -> None:
-        client, answer = self._client, messages.answer_of(frame.kind, frame.payload)
-        if isinstance(answer, messages.Refused):
-            if client.is_new_failure(answer.message):
-                _log.warning("refused by the primary", extra={"reason": answer.reason, "error": answer.message})
-            self.leave()
-            return
-        self._is_welcome, self.is_following = True, answer.resumes
+    def _refused(self, error: KvpoolError) -> None:
+        if self._client.is_new_failure(str(error)):
+            _log.warning("refused by the primary", extra={"reason": error.reason, "error": str(error)})
+        self.leave()
+
+    def _welcomed(self, answer: messages.Welcome) -> None:
+        client = self._client
+        self.is_following = answer.resumes
         client.is_new_failure("")
         client.backoff.reset()
         client.state.primary_seconds = answer.now_seconds
@@ -286,8 +291,6 @@ class PrimaryStream(asyncio.Protocol):
         client.resumed_term, client.position = self._term, self._snapshot_position
         client.driver.step(events.SnapshotLoaded())
         self.is_following, self._loading = True, None
-        for received in (b"", *self._later):  # first what the parser has kept
-            self.data_received(received)
-        self._later.clear()
+        self.data_received(b"")  # the frames that wait
         pools, sessions = client.state.state.pools, client.state.state.sessions
         _log.info("snapshot loaded", extra={"pools": len(pools), "sessions": len(sessions)})

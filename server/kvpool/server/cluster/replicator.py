@@ -3,15 +3,15 @@
 1. A standby that resumes, or has loaded a snapshot, gets each frame when it is appended. One that has not caught up
    gets the kept frames first, as fast as it reads.
 2. A snapshot is sent when the replica says so: to a standby that is not in sync.
-3. A connection that sends no HELLO in time, too much, or something else, is closed; so are the oldest ones without a
-   HELLO if there are many. See `Acceptor` for those that have not finished the handshake of TLS.
+3. A connection that sends no hello in time, too much, or something else, is closed; so are the oldest ones without a
+   hello if there are many. See `Acceptor` for those that have not finished the handshake of TLS.
 """
 
 import asyncio
 import logging
 from typing import Final
 
-from kvpool.core.errors import KvpoolError
+from kvpool.core.errors import InvalidArgumentError, KvpoolError
 from kvpool.server.cluster import events, messages
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.member_settings import MemberSettings
@@ -21,19 +21,22 @@ from kvpool.server.cluster.replicated_state import ReplicatedState
 from kvpool.server.cluster.standby_check import StandbyCheck
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import DamageError
-from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
 from kvpool.server.journal.snapshot import snapshot_frames
+from kvpool.wire import link
 from kvpool.wire.acceptor import Acceptor
 from kvpool.wire.address import host_and_port
+from kvpool.wire.errors import to_status
+from kvpool.wire.frames import FrameReader, encode_frame
 
 MAX_PENDING: Final = 16
-"""Maximum number of connections that have sent no HELLO. One more ends the oldest of them."""
+"""Maximum number of connections that have sent no hello. One more ends the oldest of them."""
 
 HANDSHAKE_SECONDS: Final = 5.0
 STALL_SECONDS: Final = 10.0
 """Maximum time for which a standby that loads a snapshot may read nothing."""
-_MAX_ACKNOWLEDGEMENT_BYTES: Final = 64
 _CHUNK_BYTES: Final = 256 * 1024
+_MAX_ACKNOWLEDGEMENT_BYTES: Final = 64
+_FIRST_STATE: Final = link.server_state(_MAX_ACKNOWLEDGEMENT_BYTES)
 
 _log = logging.getLogger("kvpool.server.cluster")
 
@@ -99,7 +102,7 @@ class Replicator:
     def append(self, frame: bytes) -> None:
         """Sends the frame of a record."""
         self.num_records += 1
-        self._send(frame)
+        self._send(encode_frame(link.Kind.ANSWER, frame))
 
     def mark(self) -> None:
         """Sends a position without a record."""
@@ -151,13 +154,13 @@ class Replicator:
             _log.warning("standby lost", extra={"member": member.member_id, "address": member.addresses})
             self.driver.step(events.StandbyLost(member.member_id))
 
-    def accept(self, connection: "StandbyConnection", hello: messages.Hello) -> None:
-        """Handles a standby's HELLO.
+    def accept(self, connection: "StandbyConnection", token: str, hello: messages.Hello) -> None:
+        """Handles a standby's hello.
 
         Raises:
             KvpoolError: The standby is refused.
         """
-        self._check.check(hello)
+        self._check.check(token, hello)
         member = hello.member
         if before := self.connections.pop(member.member_id, None):
             before.abort()
@@ -182,7 +185,7 @@ class StandbyConnection(asyncio.Protocol):
         replicator: The replicator that accepted it.
 
     Attributes:
-        member: The standby; None before its HELLO.
+        member: The standby; None before its hello.
         is_live: Whether it gets each frame when it is appended.
     """
 
@@ -191,8 +194,8 @@ class StandbyConnection(asyncio.Protocol):
         self.is_live = False
         self._acknowledged = NOTHING
         self._replicator = replicator
-        self._transport: asyncio.Transport | None = None
-        self._parser = FrameParser(messages.MAX_HELLO_BYTES)
+        self._transport: asyncio.Transport
+        self._reader = FrameReader(_FIRST_STATE)
         self._timer: asyncio.TimerHandle | None = None
         self._snapshot: asyncio.Task[None] | None = None
         self._writable = asyncio.Event()
@@ -201,7 +204,7 @@ class StandbyConnection(asyncio.Protocol):
     # Of asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Waits for HELLO."""
+        """Waits for the hello."""
         assert isinstance(transport, asyncio.Transport)  # noqa: S101 - asyncio promises it
         self._transport = transport
         self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, self.abort)
@@ -210,15 +213,15 @@ class StandbyConnection(asyncio.Protocol):
     def data_received(self, received: bytes) -> None:
         """Handles the frames of the standby."""
         try:
-            for frame in self._parser.feed(received):
-                if self.member is None:
-                    self._hello(frame)
+            for kind, payload in self._reader.feed(received):
+                if kind == link.Kind.HELLO:
+                    self._replicator.accept(self, *messages.read_hello(payload))
                 else:
-                    self._acknowledge(self.member, frame)
+                    self._acknowledge(payload)
         except KvpoolError as error:
-            self._refuse(error.reason, str(error))
+            self._refuse(error)
         except DamageError as error:
-            self._refuse("MALFORMED", str(error))
+            self._refuse(InvalidArgumentError("message", str(error), reason="MALFORMED"))
 
     def connection_lost(self, _: Exception | None) -> None:
         """Reports the end."""
@@ -242,6 +245,8 @@ class StandbyConnection(asyncio.Protocol):
     def accept(self, member: Member, position: int, kept: list[bytes] | None) -> None:
         """Accepts the standby. It resumes with the kept frames after a position; None: it waits for a snapshot."""
         self.member = member
+        if self._timer:
+            self._timer.cancel()
         if kept is not None:
             self._welcome(position, resumes=True)
             self.write(b"".join(kept))
@@ -249,14 +254,12 @@ class StandbyConnection(asyncio.Protocol):
 
     def write(self, content: bytes) -> None:
         """Sends bytes; queued if the standby reads slowly."""
-        if self._transport:
-            self._replicator.num_sent_bytes += len(content)
-            self._transport.write(content)
+        self._replicator.num_sent_bytes += len(content)
+        self._transport.write(content)
 
     def abort(self) -> None:
         """Ends the connection at once."""
-        if self._transport:
-            self._transport.abort()
+        self._transport.abort()
 
     async def close(self) -> None:
         """Ends the connection at once, and waits until it reads no snapshot of the state."""
@@ -270,34 +273,23 @@ class StandbyConnection(asyncio.Protocol):
         self._snapshot = asyncio.create_task(self._send_snapshot(), name="send_snapshot")
         self._snapshot.add_done_callback(self._snapshot_ended)
 
-    def _hello(self, frame: Frame) -> None:
-        if frame.kind is not FrameKind.HELLO:
-            raise DamageError(f"a {frame.kind.name} instead of a HELLO")
-        hello = messages.hello_of(frame.payload)
-        if self._timer:
-            self._timer.cancel()
-        self._parser.max_payload_bytes = _MAX_ACKNOWLEDGEMENT_BYTES
-        self._replicator.accept(self, hello)
-
-    def _acknowledge(self, member: Member, frame: Frame) -> None:
-        replicator, position = self._replicator, messages.acknowledged_position(frame.payload)
-        is_possible = self._acknowledged <= position <= replicator.log.last_position
-        if frame.kind is not FrameKind.ACKNOWLEDGED or not is_possible:
-            raise DamageError(f"a {frame.kind.name} of position {position}")
+    def _acknowledge(self, payload: bytes) -> None:
+        replicator, position = self._replicator, messages.acknowledged_position(payload)
+        if self.member is None or not self._acknowledged <= position <= replicator.log.last_position:
+            raise DamageError(f"an acknowledgement of position {position}")
         self._acknowledged = position
-        if replicator.connections.get(member.member_id) is self:
-            replicator.driver.step(events.Acknowledged(member.member_id, position))
+        if replicator.connections.get(self.member.member_id) is self:
+            replicator.driver.step(events.Acknowledged(self.member.member_id, position))
 
     def _welcome(self, position: int, *, resumes: bool) -> None:
         now_seconds = self._replicator.state.clock.now_seconds()
-        self.write(messages.to_frame(messages.Welcome(position, resumes=resumes, now_seconds=now_seconds)))
+        self.write(messages.welcome(messages.Welcome(position, resumes=resumes, now_seconds=now_seconds)))
 
-    def _refuse(self, reason: str, message: str) -> None:
-        if self._replicator.is_new_refusal(message):
-            _log.warning("standby refused", extra={"reason": reason, "error": message})
-        self.write(messages.to_frame(messages.Refused(reason, message)))
-        if self._transport:
-            self._transport.close()  # when everything is sent
+    def _refuse(self, error: KvpoolError) -> None:
+        if self._replicator.is_new_refusal(str(error)):
+            _log.warning("standby refused", extra={"reason": error.reason, "error": str(error)})
+        self.write(encode_frame(link.Kind.REFUSED, to_status(error).SerializeToString()))
+        self._transport.close()  # when everything is sent
 
     async def _send_snapshot(self) -> None:
         replicator, state = self._replicator, self._replicator.state
@@ -306,7 +298,7 @@ class StandbyConnection(asyncio.Protocol):
                 position = replicator.log.last_position
                 self._welcome(position, resumes=False)
                 for frame in snapshot_frames(snapshot):
-                    self.write(frame)
+                    self.write(encode_frame(link.Kind.ANSWER, frame))
                     await self._until_writable()
         while (frames := replicator.log.after(position)) is not None:
             if not frames:

@@ -7,7 +7,7 @@ from kvpool.core.errors import ExhaustedError, WrongStateError
 from kvpool.server.cluster.directory import MAX_MEMBERS, Member, MemberId
 from kvpool.server.cluster.facts import Role
 from kvpool.server.cluster.member_settings import MemberSettings
-from kvpool.server.cluster.messages import OTHER_VERSION, VERSION, Hello, core_fingerprint
+from kvpool.server.cluster.messages import OTHER_VERSION, Hello, core_fingerprint
 from kvpool.server.cluster.record_codec import check_member
 from kvpool.server.cluster.replica import Replica
 
@@ -16,7 +16,7 @@ _WAITING_SECONDS: Final = 5.0
 
 
 class StandbyCheck:
-    """Checks the HELLO of standbys.
+    """Checks the hello of standbys.
 
     Args:
         settings: The settings.
@@ -34,18 +34,19 @@ class StandbyCheck:
         now_seconds = time.monotonic()
         return [member for member, seconds in self._refused.values() if now_seconds - seconds < _WAITING_SECONDS]
 
-    def check(self, hello: Hello) -> None:
-        """Checks a HELLO.
+    def check(self, token: str, hello: Hello) -> None:
+        """Checks a standby.
+
+        Args:
+            token: Its token; empty for none.
+            hello: The rest of its first frame.
 
         Raises:
             KvpoolError: The standby is refused.
         """
         settings, replica = self._settings, self._replica
         if settings.tokens:
-            settings.tokens.check_standby(hello.token)
-        if hello.version != VERSION:
-            message = "the servers run versions that do not understand each other: plan a restart with the journal"
-            raise WrongStateError(OTHER_VERSION, message)
+            settings.tokens.check_standby(token)
         if hello.shard != settings.shard:
             raise WrongStateError("OTHER_SHARD", f"this server belongs to shard {settings.shard}, not {hello.shard}")
         if replica.role is not Role.PRIMARY or hello.term != replica.known_term:

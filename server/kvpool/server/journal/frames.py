@@ -1,4 +1,4 @@
-"""Frames of a journal's files, and of the streams between the servers of a shard.
+"""Frames of a journal's files. Standbys receive records and snapshots as these frames, too.
 
 1. A frame is a head (length, kind, checksum of the payload, checksum of these three) and a payload.
 2. Files grow frame by frame until the writing process dies. Then the last frame may be incomplete (*torn*): its change
@@ -17,7 +17,6 @@ from kvpool.server.codec import DamageError
 _HEAD: Final = struct.Struct("<IBI")
 _CHECK: Final = struct.Struct("<I")
 HEAD_BYTES: Final = _HEAD.size + _CHECK.size
-MAX_PAYLOAD_BYTES: Final = 2**31
 DAMAGE: Final = bytes(HEAD_BYTES)
 """No head of a frame. A file that begins or ends with it is damaged."""
 _READ_BYTES: Final = 2**20
@@ -38,16 +37,6 @@ class FrameKind(IntEnum):
     """Last frame of a snapshot, and of a log that another log follows."""
     POOLS = 7
     """Names, configurations and epochs of the pools."""
-    HELLO = 16
-    """First frame of a standby: who it is, and what it has."""
-    WELCOME = 17
-    """Answer to HELLO: from where the primary sends."""
-    REFUSED = 18
-    """Answer to HELLO, before the stream ends: why."""
-    MARK = 19
-    """A position without a change."""
-    ACKNOWLEDGED = 20
-    """The last position that a standby has executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +63,39 @@ def encode_frame(kind: FrameKind, payload: bytes) -> bytes:
     return b"".join((head, _CHECK.pack(crc32(head)), payload))
 
 
+def decode_frame(encoded: bytes) -> Frame:
+    """Decodes exactly one frame. O(payload).
+
+    Raises:
+        DamageError: It is damaged, or these are not the bytes of one frame.
+    """
+    num_bytes, kind, checksum = _head_of(encoded)
+    if len(encoded) != num_bytes:
+        raise DamageError(f"{len(encoded)} bytes instead of {num_bytes}")
+    if crc32(memoryview(encoded)[HEAD_BYTES:]) != checksum:
+        raise DamageError("a damaged payload")
+    try:
+        return Frame(FrameKind(kind), encoded)
+    except ValueError:
+        raise DamageError(f"the unknown kind {kind}") from None
+
+
+def _head_of(encoded: bytes | bytearray) -> tuple[int, int, int]:
+    """Size of a frame in bytes, kind, and checksum of the payload."""
+    if len(encoded) < HEAD_BYTES or _CHECK.unpack_from(encoded, _HEAD.size)[0] != crc32(encoded[: _HEAD.size]):
+        raise DamageError("a damaged head")
+    length, kind, checksum = _HEAD.unpack_from(encoded)
+    return HEAD_BYTES + length, kind, checksum
+
+
 class FrameParser:
     """Takes the frames out of a stream of bytes, or of a file.
-
-    Args:
-        max_payload_bytes: Maximum size of a payload.
 
     Attributes:
         end: Position at which the last frame that was taken ends.
     """
 
-    def __init__(self, max_payload_bytes: int = MAX_PAYLOAD_BYTES) -> None:
-        self.max_payload_bytes = max_payload_bytes
+    def __init__(self) -> None:
         self.end = 0
         self._buffer = bytearray()
 
@@ -98,7 +108,7 @@ class FrameParser:
         """Takes bytes, and yields the frames that are complete with them. Keeps those that the caller does not take.
 
         Raises:
-            DamageError: A frame is damaged or too large.
+            DamageError: A frame is damaged.
         """
         self._buffer += received
         while frame := self._take():
@@ -118,19 +128,13 @@ class FrameParser:
         buffer = self._buffer
         if len(buffer) < HEAD_BYTES:
             return None
-        length, kind, checksum = _HEAD.unpack_from(buffer)
-        (check,) = _CHECK.unpack_from(buffer, _HEAD.size)
-        if check != crc32(buffer[: _HEAD.size]) or length > self.max_payload_bytes:
-            raise DamageError(f"the frame at {self.end} has a damaged head")
-        if len(buffer) < HEAD_BYTES + length:
-            return None
-        encoded = bytes(buffer[: HEAD_BYTES + length])
-        if crc32(memoryview(encoded)[HEAD_BYTES:]) != checksum:
-            raise DamageError(f"the frame at {self.end} has a damaged payload")
         try:
-            frame = Frame(FrameKind(kind), encoded)
-        except ValueError:
-            raise DamageError(f"the frame at {self.end} is of unknown kind {kind}") from None
-        del buffer[: len(encoded)]
-        self.end += len(encoded)
+            num_bytes = _head_of(buffer)[0]
+            if len(buffer) < num_bytes:
+                return None
+            frame = decode_frame(bytes(buffer[:num_bytes]))
+        except DamageError as error:
+            raise DamageError(f"the frame at {self.end} has {error}") from None
+        del buffer[:num_bytes]
+        self.end += num_bytes
         return frame

@@ -1,53 +1,42 @@
-"""What servers of a shard send each other before records."""
+"""What servers of a shard say on a link."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from kvpool.core.errors import WrongStateError
+from kvpool.server.cluster import messages
 from kvpool.server.cluster.directory import Member, MemberId
-from kvpool.server.cluster.messages import (
-    VERSION,
-    Hello,
-    Refused,
-    Welcome,
-    acknowledged_position,
-    acknowledgement,
-    answer_of,
-    core_fingerprint,
-    hello_of,
-    to_frame,
-)
-from kvpool.server.codec import DamageError, dumps, loads
-from kvpool.server.journal.frames import Frame, FrameKind, FrameParser
+from kvpool.server.cluster.messages import Hello, Welcome, acknowledged_position, core_fingerprint
+from kvpool.server.codec import DamageError, dumps, encode, loads
+from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
+from kvpool.wire.errors import to_status
+from kvpool.wire.frames import HEAD
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
+from support.refusals import refused
 
-HELLO = Hello(VERSION, "c/main", "core", "secret", Member(MemberId("m"), ("a:1", "b:2"), "a:3"), 4, 3, 17)
+HELLO = Hello("c/main", "core", Member(MemberId("m"), ("a:1", "b:2"), "a:3"), 4, 3, 17)
+WELCOME = Welcome(7, resumes=True, now_seconds=7.0)
 
 
-def frame_of(encoded: bytes) -> Frame:
-    (frame,) = FrameParser().feed(encoded)
-    return frame
+def payload_of(frame: bytes) -> bytes:
+    return frame[HEAD.size :]
 
 
-def test_a_hello_is_read_as_written() -> None:
-    frame = frame_of(to_frame(HELLO))
-    assert frame.kind is FrameKind.HELLO
-    assert hello_of(frame.payload) == HELLO
+def test_messages_are_read_as_written() -> None:
+    assert messages.read_hello(payload_of(messages.hello("secret", HELLO))) == ("secret", HELLO)
+    assert messages.read_welcome(payload_of(messages.welcome(WELCOME))) == WELCOME
+    for position in (-1, 0, 2**40):
+        assert acknowledged_position(payload_of(messages.acknowledgement(position))) == position
+    error = messages.read_refusal(to_status(WrongStateError("OTHER_SHARD", "another shard")).SerializeToString())
+    assert (error.reason, error.message) == ("OTHER_SHARD", "another shard")
 
 
-@pytest.mark.parametrize(
-    "message", [Welcome(7, resumes=True, now_seconds=7.0), Refused("OTHER_SHARD", "another shard")]
-)
-def test_an_answer_is_read_as_written(message: Welcome | Refused) -> None:
-    frame = frame_of(to_frame(message))
-    assert answer_of(frame.kind, frame.payload) == message
-
-
-@pytest.mark.parametrize("position", [-1, 0, 2**40])
-def test_an_acknowledgement_is_read_as_written(position: int) -> None:
-    frame = frame_of(acknowledgement(position))
-    assert frame.kind is FrameKind.ACKNOWLEDGED
-    assert acknowledged_position(frame.payload) == position
+def test_a_server_of_another_protocol_version_is_refused_and_its_operator_is_told_what_to_do() -> None:
+    other = LinkHello(protocol_version=9, replication=encode(Hello, HELLO))
+    with refused(WrongStateError, reason="PROTOCOL_VERSION", match="plan a restart with the journal"):
+        messages.read_hello(other.SerializeToString())
 
 
 @pytest.mark.parametrize("payload", [b"\x80\x80", *map(dumps, (None, True, "1", 1.5, [1], {"position": 1}, b"1"))])
@@ -56,12 +45,8 @@ def test_an_acknowledgement_of_anything_else_is_damage(payload: bytes) -> None:
         acknowledged_position(payload)
 
 
-def test_the_token_is_not_in_the_text_of_a_hello() -> None:
-    assert "secret" not in repr(HELLO)
-
-
 WAYS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "a missing field": lambda plain: plain.pop("token"),
+    "a missing field": lambda plain: plain.pop("core"),
     "an additional field": lambda plain: plain.update(more=1),
     "another type": lambda plain: plain.update(term="4"),
     "no member": lambda plain: plain.update(member=None),
@@ -72,27 +57,36 @@ WAYS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_malformed_hello_is_damage(way: str) -> None:
-    plain = loads(frame_of(to_frame(HELLO)).payload)
+    plain = loads(encode(Hello, HELLO))
     WAYS[way](plain)
     with pytest.raises(DamageError):
-        hello_of(dumps(plain))
+        messages.read_hello(LinkHello(replication=dumps(plain)).SerializeToString())
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FrameKind if kind not in (FrameKind.WELCOME, FrameKind.REFUSED)])
-def test_another_kind_is_no_answer(kind: FrameKind) -> None:
-    with pytest.raises(DamageError, match=kind.name):
-        answer_of(kind, frame_of(to_frame(Welcome(7, resumes=True, now_seconds=7.0))).payload)
-
-
-def test_a_refusal_is_no_welcome() -> None:
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"\xff",
+        LinkWelcome(protocol_version=PROTOCOL_VERSION).SerializeToString(),
+        LinkWelcome(protocol_version=9, replication=encode(Welcome, WELCOME)).SerializeToString(),
+    ],
+    ids=["garbage", "nothing", "version"],
+)
+def test_another_answer_is_damage(payload: bytes) -> None:
+    """It is no error of the standby's own state."""
     with pytest.raises(DamageError):
-        answer_of(FrameKind.WELCOME, frame_of(to_frame(Refused("A", "b"))).payload)
+        messages.read_welcome(payload)
+
+
+def test_a_malformed_refusal_is_damage() -> None:
+    with pytest.raises(DamageError):
+        messages.read_refusal(b"\xff")
 
 
 @pytest.mark.parametrize(
     ("name", "other"),
     [
-        ("kvpool.server.cluster.messages.VERSION", VERSION + 1),
+        ("kvpool.server.cluster.messages.PROTOCOL_VERSION", PROTOCOL_VERSION + 1),
         ("kvpool.server.cluster.messages.python_version", lambda: "3.0.0"),
         ("kvpool.core.__path__", []),
         ("kvpool.wire.changes.__file__", __file__),

@@ -10,13 +10,18 @@ from typing import Any, NoReturn
 import pytest
 
 from kvpool.core.commands import Command
+from kvpool.core.errors import WrongStateError
 from kvpool.server.cluster import events
 from kvpool.server.cluster.directory import Member, ShardRecord, VersionedRecord
-from kvpool.server.cluster.messages import Refused, Welcome, acknowledged_position, hello_of, to_frame
+from kvpool.server.cluster.messages import Hello, Welcome, acknowledged_position, hello, read_hello, welcome
 from kvpool.server.cluster.replication_client import PrimaryStream
 from kvpool.server.cluster.standbys import NOTHING
-from kvpool.server.journal.frames import Frame, FrameKind, FrameParser, encode_frame
+from kvpool.server.journal.frames import FrameKind, encode_frame
 from kvpool.server.journal.snapshot import snapshot_frames
+from kvpool.wire import link
+from kvpool.wire.errors import to_status
+from kvpool.wire.frames import HEAD, FrameReader
+from kvpool.wire.frames import encode_frame as link_frame
 from support.core import World
 from support.directory import member_of
 from support.journal import Recorder, kill
@@ -25,7 +30,11 @@ from support.replicas import ReplicaServer, damage, encoded, until
 from support.state import DrivenState
 
 PRIMARY = member_of("primary")
-MARK = encode_frame(FrameKind.MARK, b"")
+MARK = link_frame(link.Kind.ANSWER, b"")
+
+
+def answer(kind: FrameKind, payload: bytes) -> bytes:
+    return link_frame(link.Kind.ANSWER, encode_frame(kind, payload))
 
 
 class FakeTransport(asyncio.Transport):
@@ -34,8 +43,8 @@ class FakeTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.is_aborted = False
-        self._written = FrameParser()
-        self.frames: list[Frame] = []
+        self._written = FrameReader(link.server_state(64))
+        self.frames: list[tuple[int, bytes]] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         assert not self.is_aborted
@@ -58,13 +67,13 @@ class Primary:
 
     def snapshot(self) -> bytes:
         with self.state.snapshot() as snapshot:
-            return b"".join(snapshot_frames(snapshot))
+            return b"".join(link_frame(link.Kind.ANSWER, frame) for frame in snapshot_frames(snapshot))
 
     def record(self) -> bytes:
-        """Changes the state; returns the frame of the record."""
+        """Changes the state; returns the answer with the record."""
         self._number += 1
         self.world.admit(self.session, self._number, "abc"[: self._number % 4], 9)
-        return encode_frame(FrameKind.RECORD, self._recorder.records.pop())
+        return answer(FrameKind.RECORD, self._recorder.records.pop())
 
 
 class StandbyWorld:
@@ -87,12 +96,12 @@ class StandbyWorld:
         self.connect()
 
     def connect(self) -> None:
-        self.stream = self.client._stream = PrimaryStream(self.client, 3, to_frame(self.client.hello(3)))
+        self.stream = self.client._stream = PrimaryStream(self.client, 3, hello("token", self.client.hello(3)))
         self.transport = FakeTransport()
         self.stream.connection_made(self.transport)
 
     async def load(self, primary: Primary, position: int = 6) -> None:
-        self.stream.data_received(to_frame(Welcome(position, resumes=False, now_seconds=7.0)) + primary.snapshot())
+        self.stream.data_received(welcome(Welcome(position, resumes=False, now_seconds=7.0)) + primary.snapshot())
         await until(lambda: self.stream.is_following)
         self.journal.is_behind = False
 
@@ -101,9 +110,11 @@ class StandbyWorld:
 
     @property
     def acknowledged(self) -> list[int]:
-        kinds = [frame.kind for frame in self.transport.frames]
-        assert kinds == [FrameKind.HELLO] + [FrameKind.ACKNOWLEDGED] * (len(kinds) - 1)
-        return [acknowledged_position(frame.payload) for frame in self.transport.frames[1:]]
+        return [acknowledged_position(payload) for _, payload in self.transport.frames[1:]]
+
+    @property
+    def hello(self) -> Hello:
+        return read_hello(self.transport.frames[0][1])[1]
 
     def _record(self, event: events.Event) -> None:
         self.events.append(event)
@@ -136,14 +147,12 @@ async def fixture_primary(world: StandbyWorld) -> Primary:
 
 
 async def test_the_first_message_says_who_follows_and_what_it_has(world: StandbyWorld) -> None:
-    hello = hello_of(world.transport.frames[0].payload)
-    assert (hello.shard, hello.token, hello.member, hello.term) == ("test", "", world.member.me, 3)
-    assert (hello.resumed_term, hello.resumed_position) == (0, NOTHING)
+    assert (world.hello.shard, world.hello.member, world.hello.term) == ("test", world.member.me, 3)
+    assert (world.hello.resumed_term, world.hello.resumed_position) == (0, NOTHING)
     await world.load(Primary())
     world.stream.data_received(MARK)
     world.connect()
-    hello = hello_of(world.transport.frames[0].payload)
-    assert (hello.resumed_term, hello.resumed_position) == (3, 7)
+    assert (world.hello.resumed_term, world.hello.resumed_position) == (3, 7)
 
 
 async def test_a_snapshot_is_acknowledged_when_it_is_loaded_and_in_the_journal_and_not_before(
@@ -157,7 +166,7 @@ async def test_a_snapshot_is_acknowledged_when_it_is_loaded_and_in_the_journal_a
             super().restore(snapshot)
 
     world.member.state._make_state, primary = SlowState, Primary()
-    world.stream.data_received(to_frame(Welcome(6, resumes=False, now_seconds=7.0)))
+    world.stream.data_received(welcome(Welcome(6, resumes=False, now_seconds=7.0)))
     assert not world.acknowledged
     world.stream.data_received(primary.snapshot())
     assert not world.acknowledged
@@ -177,7 +186,7 @@ async def test_a_snapshot_is_acknowledged_when_it_is_loaded_and_in_the_journal_a
 async def test_frames_after_a_snapshot_are_executed_after_it(world: StandbyWorld, num_early: int) -> None:
     """Some arrive together with its end, the others while it is loaded."""
     primary = Primary()
-    snapshot = to_frame(Welcome(6, resumes=False, now_seconds=7.0)) + primary.snapshot()
+    snapshot = welcome(Welcome(6, resumes=False, now_seconds=7.0)) + primary.snapshot()
     later = [primary.record(), MARK, primary.record()]
     joined = b"".join(later[:num_early])
     half = len(joined) // 2
@@ -187,7 +196,7 @@ async def test_frames_after_a_snapshot_are_executed_after_it(world: StandbyWorld
         world.stream.data_received(frame)
     await until(lambda: world.client.position == 9)
     assert encoded(world.state) == encoded(primary.state)
-    assert world.written == [later[0], later[2]], "the frames that were received"
+    assert world.written == [later[0][HEAD.size :], later[2][HEAD.size :]], "the frames that were received"
     assert not world.acknowledged
     assert not world.transport.is_aborted
 
@@ -205,7 +214,7 @@ async def test_a_record_is_executed_and_written_before_it_is_acknowledged(
 async def test_a_standby_that_resumes_acknowledges_what_it_has(world: StandbyWorld, primary: Primary) -> None:
     missed = primary.record() + primary.record()
     world.connect()
-    world.stream.data_received(to_frame(Welcome(6, resumes=True, now_seconds=7.0)) + missed)
+    world.stream.data_received(welcome(Welcome(6, resumes=True, now_seconds=7.0)) + missed)
     assert world.acknowledged == [8]
     assert encoded(world.state) == encoded(primary.state)
 
@@ -232,7 +241,7 @@ async def test_nothing_is_executed_after_the_connection_was_left(world: StandbyW
 async def test_a_snapshot_is_not_used_after_the_connection_was_left(world: StandbyWorld) -> None:
     primary = Primary()
     before = encoded(world.state)
-    world.stream.data_received(to_frame(Welcome(6, resumes=False, now_seconds=7.0)) + primary.snapshot())
+    world.stream.data_received(welcome(Welcome(6, resumes=False, now_seconds=7.0)) + primary.snapshot())
     loading = world.stream._loading
     assert loading
     world.client.leave()
@@ -310,18 +319,19 @@ async def test_a_primary_that_cannot_be_reached_is_tried_again(
     assert caplog.messages.count("primary not reached") == 1
 
 
-WELCOME = to_frame(Welcome(6, resumes=False, now_seconds=7.0))
-RESUMES = to_frame(Welcome(6, resumes=True, now_seconds=7.0))
+WELCOME = welcome(Welcome(6, resumes=False, now_seconds=7.0))
+RESUMES = welcome(Welcome(6, resumes=True, now_seconds=7.0))
 WRONG = {
     "garbage": b"\0" * 200,
     "no welcome": MARK,
-    "a malformed welcome": encode_frame(FrameKind.WELCOME, b"\x80"),
-    "two welcomes": WELCOME + WELCOME,
-    "a record without a state": WELCOME + encode_frame(FrameKind.RECORD, b""),
-    "a mark within a snapshot": WELCOME + encode_frame(FrameKind.SNAPSHOT, b"") + MARK,
-    "a snapshot of a standby that resumes": RESUMES + encode_frame(FrameKind.SNAPSHOT, b""),
-    "an empty snapshot": WELCOME + encode_frame(FrameKind.END, b""),
-    "a malformed record": RESUMES + encode_frame(FrameKind.RECORD, b"\x80"),
+    "a malformed welcome": link_frame(link.Kind.WELCOME, b"\x80"),
+    "a malformed refusal": link_frame(link.Kind.REFUSED, b"\x80"),
+    "a record without a state": WELCOME + answer(FrameKind.RECORD, b""),
+    "a mark within a snapshot": WELCOME + answer(FrameKind.SNAPSHOT, b"") + MARK,
+    "a snapshot of a standby that resumes": RESUMES + answer(FrameKind.SNAPSHOT, b""),
+    "an empty snapshot": WELCOME + answer(FrameKind.END, b""),
+    "a damaged frame": RESUMES + link_frame(link.Kind.ANSWER, bytes(40)),
+    "a malformed record": RESUMES + answer(FrameKind.RECORD, b"\x80"),
 }
 
 
@@ -339,7 +349,8 @@ async def test_a_stream_that_is_not_understood_is_left(world: StandbyWorld, name
 
 
 async def test_a_refusal_ends_the_connection(world: StandbyWorld, caplog: pytest.LogCaptureFixture) -> None:
-    world.stream.data_received(to_frame(Refused("OTHER_SHARD", "this server belongs to another shard")))
+    refused = to_status(WrongStateError("OTHER_SHARD", "this server belongs to another shard"))
+    world.stream.data_received(link_frame(link.Kind.REFUSED, refused.SerializeToString()))
     assert world.transport.is_aborted
     assert [record.__dict__["reason"] for record in caplog.records] == ["OTHER_SHARD"]
     world.stream.connection_lost(None)

@@ -10,32 +10,27 @@ from typing import Any
 
 import pytest
 
+from kvpool.core.errors import KvpoolError
 from kvpool.server.cluster import replicator as replicator_module
 from kvpool.server.cluster import shard_member
 from kvpool.server.cluster.directory import MemberId
-from kvpool.server.cluster.messages import (
-    MAX_HELLO_BYTES,
-    VERSION,
-    Hello,
-    Refused,
-    Welcome,
-    acknowledgement,
-    core_fingerprint,
-    to_frame,
-)
+from kvpool.server.cluster.messages import Hello, Welcome, acknowledgement, core_fingerprint, hello
 from kvpool.server.cluster.record_buffer import RecordBuffer
 from kvpool.server.cluster.replicator import MAX_PENDING, Replicator, StandbyConnection
 from kvpool.server.cluster.standbys import NOTHING
 from kvpool.server.codec import dumps
 from kvpool.server.journal.frames import FrameKind, encode_frame
+from kvpool.v1.link_pb2 import LinkHello
+from kvpool.wire import link
 from kvpool.wire.address import host_and_port
+from kvpool.wire.frames import encode_frame as link_frame
 from support.directory import member_of
 from support.memory_directory import Store
+from support.raw_link import steps_hello
 from support.replicas import SHARD, PlayedStandby, ReplicaServer, encoded, servers_of_a_shard, until
 
 OTHER = member_of("other")
-HELLO = Hello(VERSION, SHARD, core_fingerprint(), "", OTHER, 1, 0, NOTHING)
-MARK = (FrameKind.MARK, b"")
+HELLO = Hello(SHARD, core_fingerprint(), OTHER, 1, 0, NOTHING)
 
 
 class Primary:
@@ -67,12 +62,12 @@ async def fixture_primary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> As
         await until(lambda: not primary.replicator._open)
 
 
-async def connected(primary: Primary, hello: Hello | None = None) -> PlayedStandby:
+async def connected(primary: Primary, said: Hello | None = None) -> PlayedStandby:
     address = host_and_port("replication_address", primary.server.shard.me.replication_address)
     connection = PlayedStandby(*await asyncio.open_connection(*address))
     primary.connections.append(connection)
-    if hello:
-        connection.send(to_frame(hello))
+    if said:
+        connection.send(hello("", said))
     return connection
 
 
@@ -93,9 +88,9 @@ async def joined_without_reading(primary: Primary) -> tuple[PlayedStandby, Stand
     async with primary.server.journal.snapshot_lock:
         standby = await connected(primary, HELLO)
         await until(lambda: primary.replicator.connections)
-        link = primary.replicator.connections[OTHER.member_id]
-        link.pause_writing()  # as asyncio does when much is not read
-    return standby, link
+        found = primary.replicator.connections[OTHER.member_id]
+        found.pause_writing()  # as asyncio does when much is not read
+    return standby, found
 
 
 async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) -> None:
@@ -105,10 +100,7 @@ async def test_a_new_standby_gets_a_snapshot_then_each_record(primary: Primary) 
     assert encoded(await connection.snapshot()) == encoded(primary.server.state)
     primary.append(b"one")
     primary.replicator.mark()
-    assert [(frame.kind, frame.payload) for frame in (await connection.frame(), await connection.frame())] == [
-        (FrameKind.RECORD, b"one"),
-        MARK,
-    ]
+    assert [await connection.record() for _ in range(2)] == [b"one", b""]
     assert primary.replicator.num_sent_bytes == connection.num_received_bytes
 
 
@@ -117,7 +109,7 @@ async def test_a_standby_is_in_sync_when_it_has_acknowledged_everything(primary:
     await connection.answer()
     await connection.snapshot()
     primary.append(b"one")
-    await connection.frame()
+    await connection.record()
     assert not primary.is_in_sync()
     connection.send(acknowledgement(0))
     await until(primary.is_in_sync)
@@ -137,9 +129,9 @@ async def test_a_standby_resumes_with_the_kept_frames(primary: Primary, num_kept
         primary.append(b"%d" % number)
     connection = await connected(primary, replace(HELLO, resumed_term=1, resumed_position=0))
     assert await connection.answer() == Welcome(0, resumes=True, now_seconds=0.0)
-    assert [(await connection.frame()).payload for _ in range(num_kept)] == [b"0", b"1"][:num_kept]
+    assert [await connection.record() for _ in range(num_kept)] == [b"0", b"1"][:num_kept]
     primary.replicator.mark()
-    assert (await connection.frame()).kind is FrameKind.MARK
+    assert await connection.record() == b""
 
 
 @pytest.mark.parametrize(
@@ -183,7 +175,7 @@ async def test_the_newest_of_two_connections_of_a_member_counts(primary: Primary
     assert len(primary.replicator.connections) == 1
     assert primary.is_in_sync(), "the end of the first connection is not the end of the member"
     primary.append(b"one")
-    await second.frame()
+    await second.record()
     second.send(acknowledgement(0))
     await until(lambda: primary.replica.confirmed == 0)
 
@@ -213,12 +205,12 @@ async def test_a_standby_that_does_not_read_its_snapshot_is_left(
 
 
 async def test_a_snapshot_goes_on_when_the_standby_reads_again(primary: Primary) -> None:
-    connection, link = await joined_without_reading(primary)
+    connection, of_primary = await joined_without_reading(primary)
     await connection.answer()
-    assert not link.is_live
-    link.resume_writing()
+    assert not of_primary.is_live
+    of_primary.resume_writing()
     await connection.snapshot()
-    await until(lambda: link.is_live)
+    await until(lambda: of_primary.is_live)
 
 
 async def test_no_snapshot_is_read_after_the_end(primary: Primary) -> None:
@@ -234,14 +226,12 @@ async def test_no_snapshot_is_read_after_the_end(primary: Primary) -> None:
 REFUSED = {
     "garbage": (b"\0" * 64, "MALFORMED"),
     "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "MALFORMED"),
-    "a damaged frame": (to_frame(HELLO)[:-1] + b"\xff", "MALFORMED"),
-    "an unknown kind": (encode_frame(99, b""), "MALFORMED"),  # type: ignore[arg-type]
-    "no hello": (encode_frame(*MARK), "MALFORMED"),
     "an acknowledgement first": (acknowledgement(0), "MALFORMED"),
-    "a hello without fields": (encode_frame(FrameKind.HELLO, dumps({})), "MALFORMED"),
-    "a deep hello": (encode_frame(FrameKind.HELLO, b"\x81" * (MAX_HELLO_BYTES - 1)), "MALFORMED"),
-    "a large hello": (encode_frame(FrameKind.HELLO, bytes(MAX_HELLO_BYTES + 1)), "MALFORMED"),
-    "another shard": (to_frame(replace(HELLO, shard="other")), "OTHER_SHARD"),
+    "a hello for steps": (steps_hello(""), "MALFORMED"),
+    "a hello without fields": (link.hello(LinkHello(replication=dumps({}))), "MALFORMED"),
+    "a deep hello": (link.hello(LinkHello(replication=b"\x81" * 16_000)), "MALFORMED"),
+    "a large hello": (link.hello(LinkHello(replication=bytes(2**14))), "MESSAGE_TOO_LARGE"),
+    "another shard": (hello("", replace(HELLO, shard="other")), "OTHER_SHARD"),
 }
 
 
@@ -251,18 +241,12 @@ async def test_a_connection_without_a_valid_hello_is_refused(primary: Primary, n
     connection = await connected(primary)
     connection.send(content)
     answer = await connection.answer()
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, KvpoolError)
     assert answer.reason == reason
     assert await connection.is_ended()
     await until(lambda: not primary.replicator._open)
     assert not primary.replicator.connections
     assert len(primary.replica.in_sync) == 1
-
-
-async def test_a_large_hello_is_refused_before_it_is_received(primary: Primary) -> None:
-    connection = await connected(primary)
-    connection.send(encode_frame(FrameKind.HELLO, bytes(MAX_HELLO_BYTES + 1))[:13])
-    assert isinstance(await connection.answer(), Refused)
 
 
 async def test_a_connection_that_sends_nothing_is_closed(primary: Primary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,19 +267,17 @@ async def test_many_connections_without_hello_end_the_oldest_and_no_standby(prim
         await until(partial(_has_links, primary, 1 + min(number, MAX_PENDING)))
     assert await waiting[0].is_ended()
     primary.append(b"one")
-    assert (await standby.frame()).payload == b"one"
-    waiting[1].send(to_frame(replace(HELLO, member=replace(OTHER, member_id=MemberId("third")))))
+    assert await standby.record() == b"one"
+    waiting[1].send(hello("", replace(HELLO, member=replace(OTHER, member_id=MemberId("third")))))
     assert isinstance(await waiting[1].answer(), Welcome)
 
 
 WRONG: dict[str, bytes] = {
     "a position that does not exist": acknowledgement(1),
     "a position that goes back": acknowledgement(0) + acknowledgement(NOTHING),
-    "no position": encode_frame(FrameKind.ACKNOWLEDGED, dumps("1")),
-    "a large frame": encode_frame(FrameKind.ACKNOWLEDGED, dumps("x" * 64)),
-    "another kind": encode_frame(FrameKind.MARK, dumps(0)),
-    "a second hello": encode_frame(FrameKind.HELLO, dumps(0)),
-    "garbage": b"\0" * 64,
+    "no position": link_frame(link.Kind.REQUEST, dumps("1")),
+    "a large frame": link_frame(link.Kind.REQUEST, dumps("x" * 64)),
+    "a second hello": hello("", HELLO),
 }
 
 
@@ -303,9 +285,9 @@ WRONG: dict[str, bytes] = {
 async def test_a_standby_that_sends_anything_else_is_left(primary: Primary, name: str) -> None:
     connection = await joined(primary)
     primary.append(b"one")
-    assert (await connection.frame()).payload == b"one"
+    assert await connection.record() == b"one"
     connection.send(WRONG[name])
-    assert isinstance(await connection.answer(), Refused)
+    assert isinstance(await connection.answer(), KvpoolError)
     await until(lambda: not primary.is_in_sync())
     assert not primary.replicator.connections
 

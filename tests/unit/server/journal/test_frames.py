@@ -5,7 +5,7 @@ import io
 import pytest
 
 from kvpool.server.codec import DamageError
-from kvpool.server.journal.frames import FrameKind, FrameParser, encode_frame
+from kvpool.server.journal.frames import FrameKind, FrameParser, decode_frame, encode_frame
 
 FRAMES = [(FrameKind.RECORD, b"one"), (FrameKind.SLICE, b""), (FrameKind.RECORD, bytes(range(40)))]
 STREAM = b"".join(encode_frame(kind, payload) for kind, payload in FRAMES)
@@ -58,20 +58,13 @@ def test_rule_2_a_changed_byte_is_damage_and_not_a_torn_end() -> None:
                 found_by(FrameParser(), bytes(changed))
 
 
-def test_a_frame_that_is_too_large_is_refused_by_its_head() -> None:
-    head = encode_frame(FrameKind.HELLO, bytes(101))[:13]
-    with pytest.raises(DamageError, match="frame at 0"):
-        found_by(FrameParser(100), head)
-    assert found_by(FrameParser(101), head) == []
-
-
-def test_the_maximum_size_can_change_between_two_frames() -> None:
-    parser = FrameParser(100)
-    frames = parser.feed(encode_frame(FrameKind.HELLO, bytes(100)) + encode_frame(FrameKind.MARK, bytes(20)))
-    assert next(frames).kind is FrameKind.HELLO
-    parser.max_payload_bytes = 10
-    with pytest.raises(DamageError):
-        next(frames)
+def test_one_frame_is_decoded_as_it_was_encoded_and_nothing_else_is() -> None:
+    encoded = encode_frame(*FRAMES[0])
+    frame = decode_frame(encoded)
+    assert (frame.kind, frame.payload, frame.encoded) == (*FRAMES[0], encoded)
+    for other in (b"", encoded[:12], encoded[:-1], encoded + b"x", encoded[:-1] + b"x"):
+        with pytest.raises(DamageError):
+            decode_frame(other)
 
 
 def test_an_unknown_kind_is_damage() -> None:
