@@ -12,7 +12,6 @@ from pathlib import Path
 
 import grpc
 import pytest
-from google.rpc import status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvpool.client import KvpoolError, TlsConfig, aio, connect
@@ -23,7 +22,7 @@ from kvpool.client.transports.step_stream import LinkCall
 from kvpool.wire import link
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import from_status
+from kvpool.wire.errors import read_status
 from support.auth import Authority, Pair, channel, secret_of, write_tokens
 from support.command import kvpool
 from support.raw_link import steps_hello
@@ -68,7 +67,7 @@ def is_let_in(address: str, tls: TlsConfig | None) -> bool:
     due_seconds = time.monotonic() + DEADLINE_SECONDS
 
     async def asynchronous() -> bool:
-        call = AsyncioCall(from_refusal)
+        call = AsyncioCall(read_status)
         with suppress(OSError):
             await open_protocol(steps, access, call)
             return await is_answered(call)
@@ -76,7 +75,7 @@ def is_let_in(address: str, tls: TlsConfig | None) -> bool:
 
     def synchronous() -> bool:
         with suppress(OSError):
-            return run(is_answered(SocketCall(open_socket(steps, access, due_seconds), from_refusal)))
+            return run(is_answered(SocketCall(open_socket(steps, access, due_seconds), read_status)))
         return False
 
     is_answered_over_grpc = answers_over_grpc(address, tls)
@@ -95,10 +94,6 @@ async def is_answered(call: LinkCall) -> bool:
     finally:
         call.cancel()
     raise AssertionError("a server with another id")
-
-
-def from_refusal(status: bytes) -> KvpoolError:
-    return from_status(status_pb2.Status.FromString(status))
 
 
 def answers_over_grpc(address: str, tls: TlsConfig | None) -> bool:

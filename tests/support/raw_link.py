@@ -7,14 +7,12 @@ import struct
 from dataclasses import dataclass
 from typing import Self
 
-from google.rpc.status_pb2 import Status
-
 from kvpool.core.errors import KvpoolError
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, link_pb2, step_pb2
 from kvpool.wire import link
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import TlsConfig
-from kvpool.wire.errors import from_status
+from kvpool.wire.errors import read_status
 from kvpool.wire.frames import FrameReader, encode_frame
 from support.auth import channel
 from support.waiting import DEADLINE_SECONDS
@@ -147,13 +145,13 @@ class RawLink:
         assert found
         assert found[0] == link.Kind.REFUSED, found
         assert self.next() is None
-        return from_status(Status.FromString(found[1]))
+        return read_status(found[1])
 
     def _payload(self, expected: link.Kind) -> bytes:
         found = self.next()
         assert found, "the server ended the connection"
         kind, payload = found
-        assert kind == expected, from_status(Status.FromString(payload)) if kind == 3 else kind
+        assert kind == expected, read_status(payload) if kind == 3 else kind
         return payload
 
 

@@ -13,17 +13,14 @@ from pathlib import Path
 from platform import python_version
 from typing import Final
 
-from google.protobuf.message import DecodeError
-from google.rpc.status_pb2 import Status
-
 import kvpool.core
-from kvpool.core.errors import KvpoolError, WrongStateError
+from kvpool.core.errors import WrongStateError
 from kvpool.server.cluster.directory import Member
 from kvpool.server.codec import DamageError, decode, dumps, encode, loads
 from kvpool.server.journal.folder import FORMAT
 from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
 from kvpool.wire import changes, link, steps
-from kvpool.wire.errors import ServerError, from_status
+from kvpool.wire.errors import ServerError
 from kvpool.wire.frames import encode_frame
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
@@ -98,14 +95,6 @@ def read_welcome(payload: bytes) -> Welcome:
         return decode(Welcome, link.read_welcome(payload).replication)
     except ServerError as error:
         raise DamageError(str(error)) from None
-
-
-def read_refusal(payload: bytes) -> KvpoolError:
-    """Decodes why the primary ends the link. Raises DamageError if it is malformed."""
-    try:
-        return from_status(Status.FromString(payload))
-    except DecodeError:
-        raise DamageError("a malformed refusal") from None
 
 
 def acknowledgement(position: int) -> bytes:

@@ -11,7 +11,6 @@ from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.messages import Hello, Welcome, acknowledged_position, core_fingerprint
 from kvpool.server.codec import DamageError, dumps, encode, loads
 from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
-from kvpool.wire.errors import to_status
 from kvpool.wire.frames import HEAD
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
 from support.refusals import refused
@@ -29,8 +28,6 @@ def test_messages_are_read_as_written() -> None:
     assert messages.read_welcome(payload_of(messages.welcome(WELCOME))) == WELCOME
     for position in (-1, 0, 2**40):
         assert acknowledged_position(payload_of(messages.acknowledgement(position))) == position
-    error = messages.read_refusal(to_status(WrongStateError("OTHER_SHARD", "another shard")).SerializeToString())
-    assert (error.reason, error.message) == ("OTHER_SHARD", "another shard")
 
 
 def test_a_server_of_another_protocol_version_is_refused_and_its_operator_is_told_what_to_do() -> None:
@@ -76,11 +73,6 @@ def test_another_answer_is_damage(payload: bytes) -> None:
     """It is no error of the standby's own state."""
     with pytest.raises(DamageError):
         messages.read_welcome(payload)
-
-
-def test_a_malformed_refusal_is_damage() -> None:
-    with pytest.raises(DamageError):
-        messages.read_refusal(b"\xff")
 
 
 @pytest.mark.parametrize(

@@ -325,7 +325,6 @@ WRONG = {
     "garbage": b"\0" * 200,
     "no welcome": MARK,
     "a malformed welcome": link_frame(link.Kind.WELCOME, b"\x80"),
-    "a malformed refusal": link_frame(link.Kind.REFUSED, b"\x80"),
     "a record without a state": WELCOME + answer(FrameKind.RECORD, b""),
     "a mark within a snapshot": WELCOME + answer(FrameKind.SNAPSHOT, b"") + MARK,
     "a snapshot of a standby that resumes": RESUMES + answer(FrameKind.SNAPSHOT, b""),

@@ -224,13 +224,10 @@ async def test_no_snapshot_is_read_after_the_end(primary: Primary) -> None:
 # Refused
 
 REFUSED = {
-    "garbage": (b"\0" * 64, "MALFORMED"),
     "http": (b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", "MALFORMED"),
-    "an acknowledgement first": (acknowledgement(0), "MALFORMED"),
     "a hello for steps": (steps_hello(""), "MALFORMED"),
     "a hello without fields": (link.hello(LinkHello(replication=dumps({}))), "MALFORMED"),
     "a deep hello": (link.hello(LinkHello(replication=b"\x81" * 16_000)), "MALFORMED"),
-    "a large hello": (link.hello(LinkHello(replication=bytes(2**14))), "MESSAGE_TOO_LARGE"),
     "another shard": (hello("", replace(HELLO, shard="other")), "OTHER_SHARD"),
 }
 
@@ -277,7 +274,6 @@ WRONG: dict[str, bytes] = {
     "a position that goes back": acknowledgement(0) + acknowledgement(NOTHING),
     "no position": link_frame(link.Kind.REQUEST, dumps("1")),
     "a large frame": link_frame(link.Kind.REQUEST, dumps("x" * 64)),
-    "a second hello": hello("", HELLO),
 }
 
 
