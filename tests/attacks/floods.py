@@ -20,9 +20,9 @@ from kvpool.client import UnauthenticatedError
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.messages import MAX_HELLO_BYTES, VERSION, Hello, core_fingerprint, to_frame
 from kvpool.server.journal.frames import FrameKind, encode_frame
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, lending_pb2
-from kvpool.wire.lending import encode_message
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from support.auth import secret_of
+from support.lending import lending_hello
 from support.waiting import DEADLINE_SECONDS
 
 _PEERS: Final = 400
@@ -59,7 +59,7 @@ def flood_lender(assault: Assault) -> None:
     """Opens connections to a lender's socket that say nothing, half an introduction, or one without the token."""
     assert isinstance(assault.target, LendingTarget)
     path = assault.target.lender.address.removeprefix("unix:")
-    hello = encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=2, pool_name="m")))
+    hello = lending_hello()
     greetings = b"", hello[:5], hello
     flood(assault, lambda number: connected(socket.AF_UNIX, path, greetings[number % len(greetings)]))
 
