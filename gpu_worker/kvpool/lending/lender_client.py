@@ -170,6 +170,7 @@ class LenderClient:
             self._check_final()
             if not self._mapping or self._mapping.memory.is_mapped:
                 return
+            self._read()  # the lender may have been started again
             self._map(self._mapping)
             self._sessions.clear()
         _log.info("memory mapped again", extra={"address": self.address})
