@@ -19,11 +19,11 @@ from attacks.target import TENANTS, Target
 from kvpool.client import UnauthenticatedError
 from kvpool.server.cluster.directory import Member, MemberId
 from kvpool.server.cluster.messages import Hello, core_fingerprint, hello
-from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, lending_pb2
+from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from kvpool.wire.frames import encode_frame
-from kvpool.wire.lending import encode_message
 from kvpool.wire.link import MAX_GREETING_BYTES, Kind
 from support.auth import secret_of
+from support.lending import lending_hello
 from support.waiting import DEADLINE_SECONDS
 
 _PEERS: Final = 400
@@ -60,7 +60,7 @@ def flood_lender(assault: Assault) -> None:
     """Opens connections to a lender's socket that say nothing, half an introduction, or one without the token."""
     assert isinstance(assault.target, LendingTarget)
     path = assault.target.lender.address.removeprefix("unix:")
-    hello = encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=2, pool_name="m")))
+    hello = lending_hello()
     greetings = b"", hello[:5], hello
     flood(assault, lambda number: connected(socket.AF_UNIX, path, greetings[number % len(greetings)]))
 

@@ -10,9 +10,8 @@ from typing import Any
 from kvpool.client import connect
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.v1 import lending_pb2
 from kvpool.wire.pools import config_from_proto
-from support.fake_lender import FakeLender
+from support.fake_lender import Answer, FakeLender
 from support.logging_process import LoggingProcess
 from support.processes import KVPOOL
 
@@ -40,11 +39,11 @@ class PoolLender(FakeLender):
         """The configuration that the first engine declared."""
         return config_from_proto(self.declared.config)
 
-    def _usual_answer(self, request: lending_pb2.LendRequest) -> lending_pb2.LendResponse | None:
-        if request.WhichOneof("message") == "map":
+    def _usual_answer(self, kind: str, request: Any) -> Answer:
+        if kind == "map":
             with self._lock:
-                self._form(request.map.declared)
-        return super()._usual_answer(request)
+                self._form(request.declared)
+        return super()._usual_answer(kind, request)
 
     def _form(self, declared: Any) -> None:
         if self.declared is None:

@@ -13,7 +13,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.utils import request_memory
 
 from kvpool.client.vllm import Worker
-from kvpool.lending.rank import Offer
+from kvpool.v1.lending_pb2 import LendingOffer
 
 GIB = 2**30
 CARDS = {"24": (24, 6, 8), "80": (80, 16, 36), "141": (141, 30, 68)}
@@ -28,16 +28,18 @@ def snapshot(total: float, used: float) -> MemorySnapshot:
     return MemorySnapshot(free_memory=free, total_memory=int(total * GIB), device="cuda:0", auto_measure=False)
 
 
-def offered(lent: float, *, is_lent: bool = True, weights: float = 0.0) -> Offer:
+def offered(lent: float, *, is_lent: bool = True, weights: float = 0.0) -> LendingOffer:
     """What the lender of a card says."""
-    return Offer(0, 1, int(lent * GIB), is_lent, "cuda:0", int(weights * GIB))
+    return LendingOffer(
+        available_bytes=int(lent * GIB), is_lent=is_lent, device="cuda:0", weights_bytes=int(weights * GIB)
+    )
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """Starts the device of a worker as vLLM's worker for GPUs does; returns its budget in GiB."""
 
-    def start(offer: Offer, taken: MemorySnapshot, share: float | None = None, external: int = 0) -> int:
+    def start(offer: LendingOffer, taken: MemorySnapshot, share: float | None = None, external: int = 0) -> int:
         config = CacheConfig() if share is None else CacheConfig(gpu_memory_utilization=share)
         found: list[int] = []
         monkeypatch.setattr(
@@ -126,7 +128,7 @@ def test_an_engine_that_does_not_fit_after_all_is_told_what_the_lender_holds(mon
     ],
 )
 def test_an_engine_declares_what_is_lent_by_then_or_what_fits_both(
-    monkeypatch: pytest.MonkeyPatch, first: Offer, newest: Offer, available: int
+    monkeypatch: pytest.MonkeyPatch, first: LendingOffer, newest: LendingOffer, available: int
 ) -> None:
     worker: Any = object.__new__(Worker)
     worker._kvpool_lender = SimpleNamespace(offer=first)

@@ -87,7 +87,7 @@ def test_the_engine_computes_in_the_lent_memory(lent: tuple[PoolLender, Pair]) -
 
 def test_worker_and_scheduler_introduce_themselves_and_the_session(lent: tuple[PoolLender, Pair]) -> None:
     lender, _ = lent
-    names = {hello.client_name.split()[-1] for hello in lender.wait_for("hello", 2)}  # type: ignore[attr-defined]
+    names = {hello.lending.client_name.split()[-1] for hello in lender.wait_for("hello", 2)}
     assert names == {"start", "0", "scheduler"}
     assert lender.count("map") == 1
     binds = lender.wait_for("bind", 2)
@@ -308,7 +308,7 @@ def test_the_lenders_token_comes_from_a_file(
     with pytest.raises(WrongStateError, match="enough"):
         Worker(config, 0, 0, "")
     (hello,) = lender.wait_for("hello")
-    assert hello.token == given  # type: ignore[attr-defined]
+    assert hello.token == given
 
 
 # The scheduler.
@@ -330,7 +330,7 @@ def test_the_scheduler_puts_its_lease_into_steps(lender: PoolLender, address: st
     scheduler = make_scheduler(Scheduler, setup, tmp_path)
     output = pickle.loads(pickle.dumps(scheduler.schedule()))  # noqa: S301 - as vLLM sends it to its workers
     (bind,) = lender.wait_for("bind")
-    assert output.kvpool_lease == ("lease", bind.epoch, bind.session_number)  # type: ignore[attr-defined]
+    assert output.kvpool_lease == ("lease", bind.epoch, bind.session_number)
     scheduler.shutdown()
     worker.close()
 

@@ -244,7 +244,7 @@ def test_a_lender_that_starts_is_waited_for_and_one_that_does_not_is_reported(
     monkeypatch.setattr("kvpool.client.vllm.lenders.time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
     arguments_of(model).create_engine_config()
     assert len(pauses) == 1
-    assert [each.hello.client_name.split()[-1] for each in lender.requests] == ["start"]
+    assert [(kind, each.lending.client_name.split()[-1]) for kind, each in lender.requests] == [("hello", "start")]
     lender.stop()
     settings = {"kvpool": {"deadline_seconds": 0.1}}
     with pytest.raises(

@@ -12,13 +12,15 @@ from fuzz.mutations import mutate_bytes
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError
 from kvpool.server.cluster import messages
 from kvpool.server.codec import DamageError
-from kvpool.v1 import step_pb2
+from kvpool.v1 import lending_pb2, step_pb2
 from kvpool.v1.link_pb2 import LinkWelcome
 from kvpool.wire import link
 from kvpool.wire.errors import to_status
 from kvpool.wire.frames import HEAD, FrameReader, State, encode_frame
 from kvpool.wire.link import Kind
 from support.directory import member_of
+from support.fake_lender import answer_frame
+from support.lending import lend_request, lending_hello
 from support.raw_link import steps_hello
 
 Frame = tuple[int, bytes]
@@ -43,6 +45,26 @@ SIDES: Final[dict[str, tuple[State, list[bytes]]]] = {
             link.welcome(LinkWelcome()),
             *(encode_frame(Kind.ANSWER, each.SerializeToString()) for each in _ANSWERS),
             _REFUSED,
+        ],
+    ),
+    "lender": (
+        link.server_state(MAX_BYTES),
+        [
+            lending_hello("token"),
+            lend_request(map=lending_pb2.Map()),
+            lend_request(fenced=lending_pb2.LendFenced(fence_sequence=1)),
+            lend_request(bind=lending_pb2.Bind(epoch=7, session_number=1)),
+        ],
+    ),
+    "engine": (
+        link.client_state(MAX_BYTES, refusal_ends=False),
+        [
+            link.welcome(LinkWelcome(lending=lending_pb2.LendingOffer(device="cpu"))),
+            _REFUSED,
+            answer_frame(fence=lending_pb2.LendFence(fence_sequence=1, live_session_numbers=range(9))),
+            answer_frame(mapped=lending_pb2.Mapped(epoch=7, memory_id="1")),
+            _REFUSED,
+            answer_frame(bound=lending_pb2.Bound()),
         ],
     ),
 }

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.rpc import status_pb2
 
 from kvpool.client import Client, KvpoolError, WrongStateError, connect
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.lender_client import LentMemory, connect_lender
 from kvpool.lending.lending_server import MAX_STRANGERS
 from kvpool.v1 import lending_pb2
-from kvpool.wire.errors import from_status
-from kvpool.wire.lending import MessageReader, encode_message
+from kvpool.v1.link_pb2 import LinkHello
+from kvpool.wire.frames import encode_frame
+from kvpool.wire.link import Kind
 from kvpool.wire.ranks import declared_to_proto
 from support.lending import (
     BLOCK_BYTES,
@@ -27,8 +27,11 @@ from support.lending import (
     LenderProcess,
     declared_with,
     introduced,
+    lend_request,
     lender_process,
+    lending_hello,
 )
+from support.raw_link import RawLink, steps_hello
 from support.server import running_server
 from support.waiting import DEADLINE_SECONDS, wait_until
 
@@ -151,25 +154,6 @@ def test_a_token_is_required_if_the_lender_has_one(server: str, tmp_path: Path) 
             assert memory.num_blocks == NUM_BLOCKS
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
-def test_a_process_of_another_user_is_refused(lender: LenderProcess) -> None:
-    path = Path(lender.address.removeprefix("unix:"))
-    lender.folder.chmod(0o711)
-    path.chmod(0o666)  # as a careless operator does
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if not pid:
-        os.setuid(65534)
-        with socket.socket(socket.AF_UNIX) as connection:
-            connection.connect(str(path))
-            os.write(writer, connection.recv(4096))
-        os._exit(0)
-    os.waitpid(pid, 0)
-    os.close(writer)
-    assert refusal(os.read(reader, 4096)) == "OTHER_USER"
-    os.close(reader)
-
-
 @contextlib.contextmanager
 def forked(act: Callable[[], None]) -> Iterator[None]:
     """A process that is forked from this one."""
@@ -183,21 +167,37 @@ def forked(act: Callable[[], None]) -> Iterator[None]:
     os.waitpid(pid, 0)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a process of another user")
+def test_a_process_of_another_user_is_refused(lender: LenderProcess) -> None:
+    path = Path(lender.address.removeprefix("unix:"))
+    lender.folder.chmod(0o711)
+    path.chmod(0o666)  # as a careless operator does
+    reader, writer = os.pipe()
+
+    def connect_as_nobody() -> None:
+        os.setuid(65534)
+        with RawLink(lender.address) as connection:
+            os.write(writer, connection.refusal().reason.encode())
+
+    with forked(connect_as_nobody):
+        os.close(writer)
+    assert os.read(reader, 4096) == b"OTHER_USER"
+    os.close(reader)
+
+
 @pytest.mark.parametrize("kind", ["map", "bind", "unmap"])
 def test_a_process_that_inherits_a_connection_is_refused(
     lender: LenderProcess, memory: LentMemory, kind: str, client: Client
 ) -> None:
     """Its steps would run under the name of its parent, and count as ended when the parent exits."""
     request = {
-        "map": lending_pb2.LendRequest(map=lending_pb2.Map(declared=declared_to_proto(DECLARED))),
-        "bind": lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1)),
-        "unmap": lending_pb2.LendRequest(unmap=lending_pb2.Unmap()),
+        "map": lend_request(map=lending_pb2.Map(declared=declared_to_proto(DECLARED))),
+        "bind": lend_request(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1)),
+        "unmap": lend_request(unmap=lending_pb2.Unmap()),
     }
     before = client.get_pool("m")
-    with introduced(lender.address) as connection:
-        with forked(lambda: connection.sendall(encode_message(request[kind]))):
-            assert refusal(connection.recv(4096)) == "OTHER_PROCESS"
-        assert connection.recv(4096) == b""
+    with introduced(lender.address) as connection, forked(lambda: connection.send(request[kind])):
+        assert connection.refusal().reason == "OTHER_PROCESS"
     assert client.get_pool("m") == before
 
 
@@ -209,7 +209,7 @@ def test_a_connection_ends_with_the_process_that_introduced_itself(
 
     def introduce_and_exit() -> None:
         connection = introduced(lender.address)
-        socket.send_fds(its, [b"greeted"], [connection.fileno()])
+        socket.send_fds(its, [b"greeted"], [connection.socket.fileno()])
 
     with mine, its, forked(introduce_and_exit):
         _, (number,), _, _ = socket.recv_fds(mine, 100, 1)
@@ -226,7 +226,7 @@ def test_a_process_that_does_not_read_is_disconnected(
     name = f"deaf-{wrong_epochs}"
     bind = lending_pb2.Bind(epoch=memory.epoch + wrong_epochs, session_number=1000)
     with introduced(lender.address, client_name=name, client_id=name) as connection, contextlib.suppress(OSError):
-        connection.sendall(encode_message(lending_pb2.LendRequest(bind=bind)) * 100_000)
+        connection.send(lend_request(bind=bind) * 100_000)
     lender.wait_for(f"engine does not read .*client={name} .*pid={os.getpid()}")
     with introduced(lender.address):
         assert "lender lost" not in caplog.messages
@@ -237,54 +237,38 @@ def test_a_process_that_does_not_read_is_disconnected(
 def test_requests_of_a_connection_that_was_replaced_are_refused_together(
     lender: LenderProcess, memory: LentMemory
 ) -> None:
-    bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1000))
+    bind = lend_request(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=1000))
     with introduced(lender.address) as earlier:
         lender.pause()
-        earlier.sendall(encode_message(bind) * 2000)  # the lender reads all of them together
-        with socket.socket(socket.AF_UNIX) as later:
-            later.settimeout(DEADLINE_SECONDS)
-            later.connect(lender.address.removeprefix("unix:"))
-            hello = lending_pb2.Hello(lending_version=2, pool_name="m", client_id="raw")
-            later.sendall(encode_message(lending_pb2.LendRequest(hello=hello)))
+        earlier.send(bind * 2000)  # the lender reads all of them together
+        with RawLink(lender.address, lending_hello()) as later:
             lender.resume()
-            assert later.recv(4096)
-            with contextlib.suppress(OSError):
-                while earlier.recv(2**16):
-                    pass
+            later.welcome()
+            while earlier.next():
+                pass
         with introduced(lender.address):
             assert sum("CONNECTION_REPLACED" in line for line in lender.lines) <= 1
-
-
-def refusal(data: bytes) -> str:
-    """The reason in a message of the lender."""
-    (response,) = MessageReader(lending_pb2.LendResponse).feed(data)
-    return from_status(status_pb2.Status.FromString(response.refused)).reason
 
 
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (b"\xff\xff\xff\xffgarbage", "MESSAGE_TOO_LONG"),
-        (b"\x00\x00\x00\x03\xff\xff\xff", "MALFORMED"),
-        (b"\x00\x00\x00\x00", "INVALID_VALUE"),
-        (encode_message(lending_pb2.LendRequest(map=lending_pb2.Map())), "INVALID_VALUE"),
-        (encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=9))), "LENDING_VERSION"),
-        (
-            encode_message(lending_pb2.LendRequest(hello=lending_pb2.Hello(lending_version=2, pool_name="\1" * 2**19))),
-            "INVALID_VALUE",
-        ),
+        (b"\xff\xff\xff\xffgarbage", "MALFORMED"),
+        (lend_request(map=lending_pb2.Map()), "MALFORMED"),
+        (steps_hello("server"), "OTHER_SERVER"),
+        (encode_frame(Kind.HELLO, LinkHello(protocol_version=9).SerializeToString()), "PROTOCOL_VERSION"),
+        (lending_hello(pool_name="\1"), "INVALID_VALUE"),
+        (lending_hello() + lend_request(), "INVALID_VALUE"),
+        (lending_hello() + encode_frame(Kind.REQUEST, b"\xff"), "MALFORMED"),
     ],
+    ids=["kind", "no hello", "steps", "version", "pool", "empty", "request"],
 )
 def test_garbage_is_refused_and_ends_the_connection_only(
     lender: LenderProcess, caplog: pytest.LogCaptureFixture, data: bytes, reason: str
 ) -> None:
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.settimeout(DEADLINE_SECONDS)
-        connection.connect(lender.address.removeprefix("unix:"))
-        connection.sendall(data)
-        assert refusal(connection.recv(4096)) == reason
-        assert connection.recv(4096) == b""
+    with RawLink(lender.address, data) as connection:
+        assert connection.refusal().reason == reason
     assert "lender lost" not in caplog.messages
     with mapped(lender.address, DECLARED) as second:
         assert second.num_blocks == NUM_BLOCKS
@@ -314,15 +298,14 @@ def test_many_uses_of_the_memory_in_one_process_are_watched_by_one_descriptor(
     before = num_watched()  # this process is one of them
     for i in range(3):
         with introduced(lender.address, client_id=f"use-{i}") as connection:
-            bind = lending_pb2.LendRequest(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=2000))
-            connection.sendall(encode_message(bind))
-            assert connection.recv(4096)
+            connection.send(lend_request(bind=lending_pb2.Bind(epoch=memory.epoch, session_number=2000)))
+            assert connection.next()
     assert num_watched() == before
 
 
 def test_a_connection_that_another_one_replaces_ends(lender: LenderProcess) -> None:
     with introduced(lender.address) as earlier, introduced(lender.address):
-        assert earlier.recv(4096) == b""
+        assert earlier.next() is None
 
 
 def test_connections_leave_nothing_behind(lender: LenderProcess) -> None:

@@ -22,7 +22,6 @@ from kvpool.client.transports.step_stream import LinkCall
 from kvpool.wire import link
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import read_status
 from support.auth import Authority, Pair, channel, secret_of, write_tokens
 from support.command import kvpool
 from support.raw_link import steps_hello
@@ -67,7 +66,7 @@ def is_let_in(address: str, tls: TlsConfig | None) -> bool:
     due_seconds = time.monotonic() + DEADLINE_SECONDS
 
     async def asynchronous() -> bool:
-        call = AsyncioCall(read_status)
+        call = AsyncioCall(link.read_refusal)
         with suppress(OSError):
             await open_protocol(steps, access, call)
             return await is_answered(call)
@@ -75,7 +74,7 @@ def is_let_in(address: str, tls: TlsConfig | None) -> bool:
 
     def synchronous() -> bool:
         with suppress(OSError):
-            return run(is_answered(SocketCall(open_socket(steps, access, due_seconds), read_status)))
+            return run(is_answered(SocketCall(open_socket(steps, access, due_seconds), link.read_refusal)))
         return False
 
     is_answered_over_grpc = answers_over_grpc(address, tls)

@@ -6,17 +6,26 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from google.protobuf.message import Message
 
 from kvpool.core.errors import KvpoolError
 from kvpool.v1 import lending_pb2
+from kvpool.v1.link_pb2 import LinkWelcome
+from kvpool.wire import link
 from kvpool.wire.errors import to_status
-from kvpool.wire.lending import MessageReader, encode_message
+from kvpool.wire.frames import FrameReader, encode_frame
+from kvpool.wire.link import Kind
 from support.waiting import DEADLINE_SECONDS
 
-Answer = lending_pb2.LendResponse | bytes | KvpoolError | None
-"""What the lender sends: a message, other bytes, a refusal, or nothing."""
+Answer = lending_pb2.Mapped | bytes | KvpoolError | None
+"""What the lender sends: the memory, other bytes, a refusal, or nothing."""
+
+
+def answer_frame(**message: Any) -> bytes:
+    """The frame of an answer."""
+    return encode_frame(Kind.ANSWER, lending_pb2.LendResponse(**message).SerializeToString())
 
 
 class FakeLender:
@@ -24,25 +33,23 @@ class FakeLender:
 
     Attributes:
         address: Where it listens.
-        offer: Its answer to Hello.
+        offer: What it offers.
         epoch: The pool's epoch.
         memory: The file that it lends.
-        answers: Answers that replace the usual ones, by the kind of request.
-        requests: What it received, in order.
+        answers: Answers that replace the usual ones, by the kind of request, which is `hello` for the greeting.
+        requests: What it received, in order, each with its kind.
     """
 
     def __init__(self, folder: Path, size_bytes: int = 4096) -> None:
         """Makes the memory, and listens."""
         self.address = f"unix:{folder / 'lender'}"
-        self.offer = lending_pb2.Offer(
-            lending_version=2, rank=0, world_size=1, available_bytes=size_bytes, is_lent=False, device="cpu"
-        )
+        self.offer = lending_pb2.LendingOffer(rank=0, world_size=1, available_bytes=size_bytes, device="cpu")
         self.epoch = 7
         self.memory = folder / "memory"
         self.memory.write_bytes(b"")
         os.truncate(self.memory, size_bytes)
         self.answers: dict[str, Answer] = {}
-        self.requests: list[lending_pb2.LendRequest] = []
+        self.requests: list[tuple[str, Any]] = []
         self._news = threading.Condition()
         self._connections: list[socket.socket] = []
         self._listener: socket.socket | None = None
@@ -80,35 +87,31 @@ class FakeLender:
         replacement.write_bytes(bytes(self.memory.stat().st_size))
         replacement.replace(self.memory)
 
-    def send(self, message: lending_pb2.LendResponse | bytes) -> None:
+    def send(self, data: bytes) -> None:
         """Sends something on the newest connection."""
-        data = message if isinstance(message, bytes) else encode_message(message)
         self._connections[-1].sendall(data)
 
     def fence(self, sequence: int, *live: int, last: int, epoch: int | None = None) -> None:
         """Sends a fence: sessions with the `live` numbers may run steps, and those after `last`."""
-        self.send(
-            lending_pb2.LendResponse(
-                fence=lending_pb2.LendFence(
-                    fence_sequence=sequence,
-                    epoch=self.epoch if epoch is None else epoch,
-                    last_session_number=last,
-                    live_session_numbers=live,
-                )
-            )
+        fence = lending_pb2.LendFence(
+            fence_sequence=sequence,
+            epoch=self.epoch if epoch is None else epoch,
+            last_session_number=last,
+            live_session_numbers=live,
         )
+        self.send(answer_frame(fence=fence))
 
     def answer_last(self, kind: str) -> None:
         """Answers the newest request of a kind, which had no answer, on the newest connection."""
         with self._news:
-            requests = [request for request in self.requests if request.WhichOneof("message") == kind]
-        self._answer(self._connections[-1], requests[-1])
+            requests = [request for each, request in self.requests if each == kind]
+        self._answer(self._connections[-1], kind, requests[-1])
 
-    def wait_for(self, kind: str, count: int = 1) -> list[Message]:
+    def wait_for(self, kind: str, count: int = 1) -> list[Any]:
         """Waits for `count` requests of a kind; returns all of them."""
 
-        def found() -> list[Message]:
-            return [getattr(request, kind) for request in self.requests if request.WhichOneof("message") == kind]
+        def found() -> list[Any]:
+            return [request for each, request in self.requests if each == kind]
 
         self.wait_until(lambda: len(found()) >= count)
         with self._news:
@@ -122,7 +125,7 @@ class FakeLender:
     def count(self, kind: str) -> int:
         """Number of requests of a kind so far."""
         with self._news:
-            return sum(request.WhichOneof("message") == kind for request in self.requests)
+            return sum(each == kind for each, _ in self.requests)
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -136,46 +139,49 @@ class FakeLender:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        reader = MessageReader(lending_pb2.LendRequest)
+        reader = FrameReader(link.server_state(link.MAX_LENDING_BYTES))
         with connection, contextlib.suppress(OSError):
             while data := connection.recv(2**16):
-                for request in reader.feed(data):
-                    with self._news:
-                        self.requests.append(request)
-                        self._news.notify_all()
-                    self._answer(connection, request)
+                for frame, payload in reader.feed(data):
+                    if frame == Kind.HELLO:
+                        self._take(connection, "hello", link.read_hello(payload, "lending"))
+                    else:
+                        request = lending_pb2.LendRequest.FromString(payload)
+                        kind = request.WhichOneof("message")
+                        assert kind
+                        self._take(connection, kind, getattr(request, kind))
 
-    def _answer(self, connection: socket.socket, request: lending_pb2.LendRequest) -> None:
-        kind = request.WhichOneof("message")
-        assert kind
-        answer = self.answers[kind] if kind in self.answers else self._usual_answer(request)
-        if isinstance(answer, KvpoolError):
-            answer = lending_pb2.LendResponse(refused=to_status(answer).SerializeToString())
-        if answer is None:
-            return
-        data = answer if isinstance(answer, bytes) else encode_message(answer)
-        if isinstance(answer, lending_pb2.LendResponse) and answer.WhichOneof("message") == "mapped":
-            with self.memory.open("r+b") as memory:
-                socket.send_fds(connection, [data], [memory.fileno()])
-        else:
-            connection.sendall(data)
+    def _take(self, connection: socket.socket, kind: str, request: Message) -> None:
+        with self._news:
+            self.requests.append((kind, request))
+            self._news.notify_all()
+        self._answer(connection, kind, request)
 
-    def _usual_answer(self, request: lending_pb2.LendRequest) -> lending_pb2.LendResponse | None:
-        match request.WhichOneof("message"):
+    def _answer(self, connection: socket.socket, kind: str, request: Any) -> None:
+        answer = self.answers[kind] if kind in self.answers else self._usual_answer(kind, request)
+        match answer:
+            case lending_pb2.Mapped():
+                with self.memory.open("r+b") as memory:
+                    socket.send_fds(connection, [answer_frame(mapped=answer)], [memory.fileno()])
+            case KvpoolError():
+                connection.sendall(encode_frame(Kind.REFUSED, to_status(answer).SerializeToString()))
+            case bytes():
+                connection.sendall(answer)
+
+    def _usual_answer(self, kind: str, request: Any) -> Answer:
+        match kind:
             case "hello":
-                return lending_pb2.LendResponse(offer=self.offer)
+                return link.welcome(LinkWelcome(lending=self.offer))
             case "map":
-                declared = request.map.declared
-                mapped = lending_pb2.Mapped(
+                return lending_pb2.Mapped(
                     epoch=self.epoch,
-                    num_blocks=declared.config.num_blocks,
-                    size_bytes=declared.size_bytes,
+                    num_blocks=request.declared.config.num_blocks,
+                    size_bytes=request.declared.size_bytes,
                     memory_id=str(self.memory.stat().st_ino),
                 )
-                return lending_pb2.LendResponse(mapped=mapped)
             case "bind":
-                return lending_pb2.LendResponse(bound=lending_pb2.Bound())
+                return answer_frame(bound=lending_pb2.Bound())
             case "unmap":
-                return lending_pb2.LendResponse(unmapped=lending_pb2.Unmapped())
+                return answer_frame(unmapped=lending_pb2.Unmapped())
             case _:
                 return None

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Timer
-from typing import Any, Final
+from typing import Final
 
 from kvpool.core.errors import AbortedError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import SessionNumber, TableLease
@@ -36,9 +36,8 @@ from kvpool.core.specs.pool_config import HashScheme
 from kvpool.lending.fence import StepTicket
 from kvpool.lending.lender_client import LenderClient, LentMemory, connect_lender
 from kvpool.v1 import lending_pb2
-from kvpool.wire.lending import encode_message
 from support.core import config
-from support.fake_lender import FakeLender
+from support.fake_lender import FakeLender, answer_frame
 from support.transcripts import Played
 
 SIZE_BYTES: Final = 4096
@@ -55,15 +54,9 @@ ERRORS: Final[dict[str, KvpoolError]] = {
 }
 
 
-FENCE_AND_BOUND: Final = b"".join(
-    map(
-        encode_message,
-        (
-            lending_pb2.LendResponse(fence=lending_pb2.LendFence(fence_sequence=1, epoch=7, last_session_number=1)),
-            lending_pb2.LendResponse(bound=lending_pb2.Bound()),
-        ),
-    )
-)
+FENCE_AND_BOUND: Final = answer_frame(
+    fence=lending_pb2.LendFence(fence_sequence=1, epoch=7, last_session_number=1)
+) + answer_frame(bound=lending_pb2.Bound())
 """A fence that excludes session 1, then the answer to a request."""
 
 
@@ -176,7 +169,7 @@ class LenderTranscript(Played):
         self.fake.answer_last(kind)
 
     def _do_wait(self, kind: str, count: str = "1") -> None:
-        requests: list[Any] = self.fake.wait_for(kind, int(count))[: int(count)]  # others may follow
+        requests = self.fake.wait_for(kind, int(count))[: int(count)]  # others may follow
         if kind == "bind":
             named = sorted((request.epoch, request.session_number) for request in requests)
             self.lines.append(f"bind: {' '.join(f'{number} in {epoch}' for epoch, number in named)}")
@@ -187,4 +180,4 @@ class LenderTranscript(Played):
         self.lines.append(f"{kind}: {self.fake.count(kind)} times")
 
     def _do_last(self, count: str) -> None:
-        self.lines.append(" ".join(str(each.WhichOneof("message")) for each in self.fake.requests[-int(count) :]))
+        self.lines.append(" ".join(kind for kind, _ in self.fake.requests[-int(count) :]))

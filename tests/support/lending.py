@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,11 +12,12 @@ from kvpool.core.ids import PoolName
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import HashScheme, KVCacheGroup, PoolConfig
-from kvpool.v1 import lending_pb2
-from kvpool.wire.lending import MessageReader, encode_message
+from kvpool.v1 import lending_pb2, link_pb2
+from kvpool.wire import link
+from kvpool.wire.frames import encode_frame
 from support import processes
 from support.logging_process import LoggingProcess
-from support.waiting import DEADLINE_SECONDS
+from support.raw_link import RawLink
 
 NUM_BLOCKS = 32
 BLOCK_SIZE = 4
@@ -74,15 +74,21 @@ def lender_process(
             yield lender
 
 
-def introduced(address: str, **hello: Any) -> socket.socket:
-    """A connection to a lender, on which this process has introduced itself."""
-    connection = socket.socket(socket.AF_UNIX)
-    connection.settimeout(DEADLINE_SECONDS)
-    connection.connect(address.removeprefix("unix:"))
-    introduction = lending_pb2.Hello(lending_version=2, pool_name="m", **{"client_id": "raw", **hello})
-    connection.sendall(encode_message(lending_pb2.LendRequest(hello=introduction)))
-    (response,) = MessageReader(lending_pb2.LendResponse).feed(connection.recv(4096))
-    assert response.WhichOneof("message") == "offer", response
+def lending_hello(token: str = "", **fields: str) -> bytes:
+    """The frame of a hello for lent memory; `fields` replace its fields."""
+    lending = lending_pb2.LendingHello(**{"pool_name": "m", "client_id": "raw", **fields})
+    return link.hello(link_pb2.LinkHello(token=token, lending=lending))
+
+
+def lend_request(**message: Any) -> bytes:
+    """The frame of a request to a lender."""
+    return encode_frame(link.Kind.REQUEST, lending_pb2.LendRequest(**message).SerializeToString())
+
+
+def introduced(address: str, token: str = "", **fields: str) -> RawLink:
+    """A link to a lender, on which this process has introduced itself."""
+    connection = RawLink(address, lending_hello(token, **fields))
+    connection.welcome()
     return connection
 
 

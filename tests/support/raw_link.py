@@ -12,7 +12,6 @@ from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, link_pb2, step_pb2
 from kvpool.wire import link
 from kvpool.wire.address import host_and_port
 from kvpool.wire.channels import TlsConfig
-from kvpool.wire.errors import read_status
 from kvpool.wire.frames import FrameReader, encode_frame
 from support.auth import channel
 from support.waiting import DEADLINE_SECONDS
@@ -84,9 +83,10 @@ class RawLink:
             self.socket = socket.create_connection((host, port), DEADLINE_SECONDS)
             if tls:
                 self.socket = tls.context().wrap_socket(self.socket, server_hostname=host)
-        self._reader = FrameReader(link.client_state(is_probed=True))
+        self._reader = FrameReader(link.client_state(is_probed=True, refusal_ends=False))
         self._frames: list[tuple[int, bytes]] = []
-        self.send(first_bytes)
+        if first_bytes:  # a connection that was refused meanwhile cannot send
+            self.send(first_bytes)
 
     def __enter__(self) -> Self:
         return self
@@ -138,20 +138,18 @@ class RawLink:
         return step_pb2.StepResult.FromString(self._payload(link.Kind.ANSWER))
 
     def refusal(self) -> KvpoolError:
-        """Waits for the error, with which the connection ends; skips earlier answers."""
-        found = self.next()
-        while found and found[0] == link.Kind.ANSWER:
-            found = self.next()
+        """Waits for the error, with which the connection ends; skips what comes before."""
+        while (found := self.next()) and found[0] != link.Kind.REFUSED:
+            pass
         assert found
-        assert found[0] == link.Kind.REFUSED, found
         assert self.next() is None
-        return read_status(found[1])
+        return link.read_refusal(found[1])
 
     def _payload(self, expected: link.Kind) -> bytes:
         found = self.next()
         assert found, "the server ended the connection"
         kind, payload = found
-        assert kind == expected, read_status(payload) if kind == 3 else kind
+        assert kind == expected, link.read_refusal(payload) if kind == link.Kind.REFUSED else kind
         return payload
 
 

@@ -26,7 +26,6 @@ from kvpool.server.cluster.shard_member import ShardMember
 from kvpool.server.journal.frames import Frame, FrameKind, decode_frame
 from kvpool.server.journal.snapshot import load_snapshot, snapshot_frames
 from kvpool.wire import link
-from kvpool.wire.errors import read_status
 from kvpool.wire.frames import FrameReader
 from support import waiting
 from support.journal import journal_in, kill
@@ -205,7 +204,7 @@ class PlayedStandby:
     async def answer(self) -> Welcome | KvpoolError:
         """Waits for the answer to a hello, or for a refusal."""
         kind, payload = await self._next()
-        return read_welcome(payload) if kind == link.Kind.WELCOME else read_status(payload)
+        return read_welcome(payload) if kind == link.Kind.WELCOME else link.read_refusal(payload)
 
     async def record(self) -> bytes:
         """Waits for a position; its record, or nothing for a mark."""

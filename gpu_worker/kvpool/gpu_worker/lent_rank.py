@@ -32,7 +32,8 @@ from kvpool.lending.borrower_registry import Borrower, BorrowerRegistry
 from kvpool.lending.cuda_memory import CudaMemoryFolder
 from kvpool.lending.memory_folder import MemoryFolder
 from kvpool.lending.processes import kill
-from kvpool.lending.rank import Offer, ReadyMemory
+from kvpool.lending.rank import ReadyMemory
+from kvpool.v1.lending_pb2 import LendingOffer
 from kvpool.wire.peer_process import started
 
 _log = logging.getLogger("kvpool.worker")
@@ -105,12 +106,17 @@ class LentRank:
         return self.settings.pool
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> LendingOffer:
         """The memory, whose layout engines must declare; the most that may be allocated while there is none."""
         held, settings = self._current, self.settings
-        size_bytes = held.declared.size_bytes if held else self._available_bytes
-        device = str(self.device)
-        return Offer(settings.rank, settings.world_size, size_bytes, held is not None, device, self._weights_bytes)
+        return LendingOffer(
+            rank=settings.rank,
+            world_size=settings.world_size,
+            available_bytes=held.declared.size_bytes if held else self._available_bytes,
+            is_lent=held is not None,
+            device=str(self.device),
+            weights_bytes=self._weights_bytes,
+        )
 
     @property
     def status(self) -> WorkerStatus:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from typing import Final
 
 from google.protobuf.message import DecodeError
-from google.rpc import status_pb2
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.v1 import lending_pb2
-from kvpool.wire.errors import DeadlineError, from_status
-from kvpool.wire.lending import LENDING_VERSION, MessageReader, encode_message, receive
+from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
+from kvpool.wire import link
+from kvpool.wire.errors import DeadlineError, malformed_error
+from kvpool.wire.frames import FrameReader, encode_frame
 
 _SCHEME: Final = "unix:"
 _CHUNK_BYTES: Final = 2**16
@@ -51,8 +52,8 @@ class Connection:
             self._socket.close()
             raise UnavailableError("NO_LENDER", f"{address}: {_explained(error)}", retry_seconds=1.0) from None
         self._socket.settimeout(0)
-        self._reader = MessageReader(lending_pb2.LendResponse)
-        self._answers: deque[lending_pb2.LendResponse] = deque()
+        self._reader = FrameReader(link.client_state(link.MAX_LENDING_BYTES, refusal_ends=False))
+        self._answers: deque[lending_pb2.LendResponse | LinkWelcome | KvpoolError] = deque()
         self._fences: deque[lending_pb2.LendFence] = deque()
         self._newest_fence = 0
         self.unanswered_fence = 0
@@ -70,25 +71,22 @@ class Connection:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
-    def hello(self, request: lending_pb2.Hello, timeout_seconds: float) -> lending_pb2.Offer:
-        """Introduces the process; must be the first request.
+    def hello(self, hello: LinkHello, timeout_seconds: float) -> lending_pb2.LendingOffer:
+        """Introduces the process; must come first.
 
         Raises:
+            ServerError: The lender speaks another protocol version.
             KvpoolError: The lender refuses the process, is not a lender, or does not answer in time.
         """
         try:
-            answer = self.request(lending_pb2.LendRequest(hello=request), "offer", timeout_seconds)
-        except InvalidArgumentError as error:
-            if error.reason not in ("MALFORMED", "MESSAGE_TOO_LONG"):
+            answer = self._exchange(link.hello(hello), timeout_seconds)
+        except KvpoolError as error:
+            if error.reason not in link.NO_SERVER:
                 raise
-            raise WrongStateError("NOT_A_LENDER", f"{self.address}: another program listens there") from None
-        if answer.offer.lending_version != LENDING_VERSION:
-            message = (
-                f"{self.address}: the lender uses version {answer.offer.lending_version}, this process"
-                f" {LENDING_VERSION}. Use the same release for both"
-            )
-            raise WrongStateError("LENDING_VERSION", message, field="lending_version")
-        return answer.offer
+        else:
+            if isinstance(answer, LinkWelcome) and answer.HasField("lending"):
+                return answer.lending
+        raise WrongStateError("NOT_A_LENDER", f"{self.address}: another program listens there")
 
     @property
     def has_failed(self) -> bool:
@@ -126,25 +124,11 @@ class Connection:
         Raises:
             KvpoolError: The lender refuses, or does not answer in time.
         """
-        deadline = time.monotonic() + timeout_seconds
-        try:
-            with contextlib.suppress(UnavailableError):  # it may have refused before it read the request
-                self.send(request, timeout_seconds)
-            while not self._answers:
-                if self._error:
-                    raise self._error
-                (wait or self.wait)(deadline)
-                self._receive_with_descriptors()
-            response = self._answers.popleft()
-            kind = response.WhichOneof("message")
-            if kind not in (answer, "refused"):
-                raise InvalidArgumentError("message", f"{kind} where {answer} is due", reason="MALFORMED")
-        except KvpoolError as error:
-            self._error = error
-            raise
-        if kind == "refused":
-            raise _refusal(response.refused)
-        return response
+        response = self._exchange(_frame(request), timeout_seconds, wait)
+        if isinstance(response, lending_pb2.LendResponse) and response.WhichOneof("message") == answer:
+            return response
+        self._error = InvalidArgumentError("message", f"another one where {answer} is due", reason="MALFORMED")
+        raise self._error
 
     def answer_fence(self, timeout_seconds: float) -> None:
         """Answers the newest fence. Raises as `send` does."""
@@ -159,15 +143,7 @@ class Connection:
             UnavailableError: The connection has ended.
             DeadlineError: The lender does not read.
         """
-        deadline = time.monotonic() + timeout_seconds
-        rest = memoryview(encode_message(request))
-        while rest:
-            try:
-                rest = rest[self._socket.send(rest) :]
-            except BlockingIOError:
-                self._poll(select.POLLOUT, deadline)
-            except OSError as error:
-                raise self._ended(error) from None
+        self._write(_frame(request), timeout_seconds)
 
     def take_fences(self) -> deque[lending_pb2.LendFence]:
         """Takes all fences that the lender has sent so far, without waiting. Costs about a microsecond if none.
@@ -205,9 +181,40 @@ class Connection:
         """
         self._poll(select.POLLIN, deadline, *others)
 
+    def _exchange(
+        self, frame: bytes, timeout_seconds: float, wait: Callable[[float], None] | None = None
+    ) -> lending_pb2.LendResponse | LinkWelcome:
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            with contextlib.suppress(UnavailableError):  # it may have refused before it read the request
+                self._write(frame, timeout_seconds)
+            while not self._answers:
+                if self._error:
+                    raise self._error
+                (wait or self.wait)(deadline)
+                self._receive_with_descriptors()
+        except KvpoolError as error:
+            self._error = error
+            raise
+        answer = self._answers.popleft()
+        if isinstance(answer, KvpoolError):
+            raise answer
+        return answer
+
+    def _write(self, frame: bytes, timeout_seconds: float) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        rest = memoryview(frame)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                self._poll(select.POLLOUT, deadline)
+            except OSError as error:
+                raise self._ended(error) from None
+
     def _receive_with_descriptors(self) -> None:
         try:
-            data, descriptors = receive(self._socket, _CHUNK_BYTES)
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
             self._descriptors += descriptors
             if not data:
                 self._error = self._ended(None)
@@ -219,13 +226,23 @@ class Connection:
 
     def _sort(self, data: bytes) -> None:
         try:
-            for response in self._reader.feed(data):
-                if response.WhichOneof("message") == "fence":
-                    self._add_fence(response.fence)
+            for kind, payload in self._reader.feed(data):
+                if kind == link.Kind.REFUSED:
+                    self._answers.append(link.read_refusal(payload))
+                elif kind == link.Kind.WELCOME:
+                    self._answers.append(link.read_welcome(payload))
                 else:
-                    self._answers.append(response)
-        except InvalidArgumentError as error:
+                    self._add(lending_pb2.LendResponse.FromString(payload))
+        except DecodeError:
+            self._error = self._error or malformed_error()
+        except KvpoolError as error:
             self._error = self._error or error
+
+    def _add(self, response: lending_pb2.LendResponse) -> None:
+        if response.WhichOneof("message") == "fence":
+            self._add_fence(response.fence)
+        else:
+            self._answers.append(response)
 
     def _add_fence(self, fence: lending_pb2.LendFence) -> None:
         if fence.fence_sequence <= self._newest_fence:
@@ -246,10 +263,8 @@ class Connection:
         return UnavailableError("LENDER_GONE", f"{self.address}: the lender ended the connection{why}")
 
 
-def _refusal(encoded: bytes) -> KvpoolError:
-    with contextlib.suppress(DecodeError):
-        return from_status(status_pb2.Status.FromString(encoded))
-    return InvalidArgumentError("refused", "cannot be parsed", reason="MALFORMED")
+def _frame(request: lending_pb2.LendRequest) -> bytes:
+    return encode_frame(link.Kind.REQUEST, request.SerializeToString())
 
 
 def _explained(error: OSError) -> str:

@@ -37,7 +37,6 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.connection import Connection
 from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
 from kvpool.lending.mapped_memory import reserve_memory
-from kvpool.lending.rank import Offer
 from kvpool.lending.requests import (
     Mapping,
     ask_again,
@@ -48,10 +47,9 @@ from kvpool.lending.requests import (
     request_unmap,
 )
 from kvpool.v1 import lending_pb2
+from kvpool.v1.link_pb2 import LinkHello
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
-from kvpool.wire.fields import field_values
-from kvpool.wire.lending import LENDING_VERSION
 
 _log = logging.getLogger("kvpool.lending")
 
@@ -74,17 +72,11 @@ def connect_lender(
     Raises:
         InvalidArgumentError: The address has another form.
         UnavailableError: Nothing listens there; says why.
-        WrongStateError: Another program listens there, or a lender of another version, or one of another pool.
+        WrongStateError: Another program listens there, or a lender of another pool or of another protocol version.
         KvpoolError: The lender refuses the process, or does not answer in time.
     """
-    hello = lending_pb2.Hello(
-        lending_version=LENDING_VERSION,
-        pool_name=pool_name,
-        token=token,
-        client_name=client_name,
-        client_id=uuid.uuid4().hex,
-    )
-    return LenderClient(address, hello, timeout_seconds)
+    lending = lending_pb2.LendingHello(pool_name=pool_name, client_name=client_name, client_id=uuid.uuid4().hex)
+    return LenderClient(address, LinkHello(token=token, lending=lending), timeout_seconds)
 
 
 class LenderClient:
@@ -95,7 +87,7 @@ class LenderClient:
         offer: The memory that the lender had when the process connected.
     """
 
-    def __init__(self, address: str, hello: lending_pb2.Hello, timeout_seconds: float) -> None:
+    def __init__(self, address: str, hello: LinkHello, timeout_seconds: float) -> None:
         """See `connect_lender`."""
         self.address: Final = address
         self._hello: Final = hello
@@ -178,6 +170,7 @@ class LenderClient:
             self._check_final()
             if not self._mapping or self._mapping.memory.is_mapped:
                 return
+            self._read()  # the lender may have been started again
             self._map(self._mapping)
             self._sessions.clear()
         _log.info("memory mapped again", extra={"address": self.address})
@@ -398,14 +391,13 @@ class LenderClient:
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
 
-    def _connect(self) -> tuple[Connection, Offer]:
+    def _connect(self) -> tuple[Connection, lending_pb2.LendingOffer]:
         connection = Connection(self.address, self._timeout_seconds)
         try:
-            offer = connection.hello(self._hello, self._timeout_seconds)
+            return connection, connection.hello(self._hello, self._timeout_seconds)
         except KvpoolError:
             connection.close()
             raise
-        return connection, Offer(**field_values(Offer, offer))
 
     def _reconnect(self) -> bool:
         """Tries to restore the connection. Returns whether it is there, or will never be."""

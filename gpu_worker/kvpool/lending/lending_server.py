@@ -17,7 +17,6 @@ from typing import Final
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.lending.borrower_registry import Borrower
 from kvpool.lending.process_connection import ProcessConnection
-from kvpool.lending.processes import name_senders
 from kvpool.lending.rank import MemoryOwner
 from kvpool.wire.address import DEFAULT_SOCKET_MODE, BoundSocket
 from kvpool.wire.peer_process import peer_pidfd
@@ -178,18 +177,15 @@ def listening(path: Path) -> Iterator[socket.socket]:
             socket cannot be made.
     """
     bound = BoundSocket(f"unix:{path}")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
-        try:
-            with bound.made(DEFAULT_SOCKET_MODE):
-                listener.bind(bound.address.removeprefix("unix:"))
-                name_senders(listener)
-                listener.listen(MAX_STRANGERS)
-        except FileExistsError as error:
-            raise InvalidArgumentError("lend", str(error), reason="ADDRESS_IN_USE") from error
-        except OSError as error:
-            message = f"cannot listen on {path}: {error.strerror}" if error.strerror else str(error)
-            raise InvalidArgumentError("lend", message) from error
-        try:
+    try:
+        listener = bound.listen(DEFAULT_SOCKET_MODE, MAX_STRANGERS, names_senders=True)
+    except FileExistsError as error:
+        raise InvalidArgumentError("lend", str(error), reason="ADDRESS_IN_USE") from error
+    except OSError as error:
+        message = f"cannot listen on {path}: {error.strerror}" if error.strerror else str(error)
+        raise InvalidArgumentError("lend", message) from error
+    try:
+        with listener:
             yield listener
-        finally:
-            bound.remove()
+    finally:
+        bound.remove()

@@ -7,9 +7,10 @@ import logging
 import os
 import socket
 from collections.abc import Coroutine, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any, Final, TypeVar
+
+from google.protobuf.message import DecodeError
 
 from kvpool.core.errors import (
     DeniedError,
@@ -28,9 +29,11 @@ from kvpool.lending.fence import StaleTablesError
 from kvpool.lending.processes import receive_from
 from kvpool.lending.rank import MemoryOwner
 from kvpool.v1 import lending_pb2
-from kvpool.wire.errors import to_status
+from kvpool.v1.link_pb2 import LinkWelcome
+from kvpool.wire import link
+from kvpool.wire.errors import malformed_error, to_status
 from kvpool.wire.fields import field_values
-from kvpool.wire.lending import LENDING_VERSION, MessageReader, encode_message
+from kvpool.wire.frames import FrameReader, encode_frame
 from kvpool.wire.peer_process import Peer, peer_of
 from kvpool.wire.ranks import declared_from_proto
 
@@ -54,11 +57,12 @@ class ProcessConnection:
         self._rank = rank
         self._borrowers = rank.borrowers
         self._token = token
-        self._reader = MessageReader(lending_pb2.LendRequest)
-        self._requests: list[lending_pb2.LendRequest] = []
-        self._receiving: asyncio.Task[lending_pb2.LendRequest | None] | None = None
-        self._outbox: asyncio.Queue[tuple[lending_pb2.LendResponse, int]] = asyncio.Queue(MAX_UNSENT_MESSAGES)
-        """Messages, each with a descriptor that accompanies it, or -1."""
+        self._reader = FrameReader(link.server_state(link.MAX_LENDING_BYTES))
+        self._payloads: list[bytes] = []
+        """Of a hello, and then of requests."""
+        self._receiving: asyncio.Task[bytes | None] | None = None
+        self._outbox: asyncio.Queue[tuple[bytes, int]] = asyncio.Queue(MAX_UNSENT_MESSAGES)
+        """Frames, each with a descriptor that accompanies it, or -1."""
         self._loop = asyncio.get_running_loop()
         self._link = Link(self._send_fence)
         self._peer: Peer | None = None
@@ -72,13 +76,13 @@ class ProcessConnection:
         with self._ends():
             peer = self._peer = self._check_peer()
             async with asyncio.timeout(HELLO_SECONDS):
-                request = await self._next()
-            if request:
-                hello = self._check_hello(request)
+                payload = await self._next()
+            if payload is not None:
+                hello = self._read_hello(payload)
                 self._borrower = self._borrowers.connect(
                     peer.pid, peer.started_ticks, hello.client_id, hello.client_name, self._link
                 )
-                self._post(lending_pb2.LendResponse(offer=self._offer()))
+                self._post(link.welcome(LinkWelcome(lending=self._rank.offer)))
                 return self._borrower
         await self._send_last()
         return None
@@ -86,7 +90,7 @@ class ProcessConnection:
     async def serve(self, borrower: Borrower) -> None:
         """Serves the process until either side ends the connection."""
         with self._ends():
-            while request := await self._next():
+            while request := await self._next_request():
                 await self._handle(borrower, request)
         await self._send_last()
 
@@ -134,25 +138,18 @@ class ProcessConnection:
             raise UnavailableError("NO_PROCESS", "the process is not visible here: share the namespace of process ids")
         return peer
 
-    def _check_hello(self, request: lending_pb2.LendRequest) -> lending_pb2.Hello:
-        if request.WhichOneof("message") != "hello":
-            raise InvalidArgumentError("message", "the first message must be hello")
-        hello = request.hello
-        if hello.lending_version != LENDING_VERSION:
-            message = f"{hello.lending_version}; this lender uses {LENDING_VERSION}. Use the same release for both"
-            raise WrongStateError("LENDING_VERSION", message, field="lending_version")
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+    def _read_hello(self, payload: bytes) -> lending_pb2.LendingHello:
+        message = link.read_hello(payload, "lending")
+        if not hmac.compare_digest(message.token.encode(), self._token.encode()):
             raise UnauthenticatedError("WRONG_TOKEN", "is not the token of this lender", field="token")
+        hello = message.lending
         check_pool_name("pool_name", hello.pool_name)
         if hello.pool_name != self._rank.pool_name:
-            message = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.pool_name!r}"
-            raise WrongStateError("OTHER_POOL", message, field="pool_name")
+            text = f"{hello.pool_name!r}; this memory belongs to pool {self._rank.pool_name!r}"
+            raise WrongStateError("OTHER_POOL", text, field="pool_name")
         check_size("client_name", hello.client_name, MAX_CLIENT_NAME_BYTES)
         check_size("client_id", hello.client_id, _MAX_CLIENT_ID_BYTES)
         return hello
-
-    def _offer(self) -> lending_pb2.Offer:
-        return lending_pb2.Offer(lending_version=LENDING_VERSION, **asdict(self._rank.offer))
 
     async def _handle(self, borrower: Borrower, request: lending_pb2.LendRequest) -> None:
         """Handles a message."""
@@ -166,12 +163,12 @@ class ProcessConnection:
                 with self._refusals():
                     number = SessionNumber(request.bind.session_number)
                     self._borrowers.bind(borrower, self._link, TableLease(request.bind.epoch, number))
-                    self._post(lending_pb2.LendResponse(bound=lending_pb2.Bound()))
+                    self._post(_answer(bound=lending_pb2.Bound()))
             case "fenced":
                 self._borrowers.fence_answered(borrower, self._link, request.fenced.fence_sequence)
             case "unmap":
                 self._borrowers.unmap(borrower, self._link)
-                self._post(lending_pb2.LendResponse(unmapped=lending_pb2.Unmapped()))
+                self._post(_answer(unmapped=lending_pb2.Unmapped()))
             case _:
                 raise InvalidArgumentError("message", "is not set, or not expected now")
 
@@ -186,7 +183,7 @@ class ProcessConnection:
                 size_bytes=declared.size_bytes,
                 memory_id=memory_id,
             )
-            announce = partial(self._post_soon, lending_pb2.LendResponse(mapped=mapped), descriptor)
+            announce = partial(self._post_soon, _answer(mapped=mapped), descriptor)
             try:
                 self._borrowers.map(borrower, self._link, memory.epoch, announce)
             except StaleTablesError:  # the epoch has passed since
@@ -218,7 +215,7 @@ class ProcessConnection:
             waiting.cancel()
 
     async def _take_answer_to_fence(self, borrower: Borrower) -> None:
-        request = await self._next()
+        request = await self._next_request()
         if request is None:
             raise ConnectionResetError
         if request.WhichOneof("message") != "fenced":
@@ -234,41 +231,48 @@ class ProcessConnection:
                 raise  # each further request would be refused, too
             self._refuse(error)
 
-    def _coming(self) -> asyncio.Task[lending_pb2.LendRequest | None]:
+    def _coming(self) -> asyncio.Task[bytes | None]:
         if self._receiving is None:
             self._receiving = asyncio.create_task(self._receive())
         return self._receiving
 
-    async def _next(self) -> lending_pb2.LendRequest | None:
-        """Receives the next message; None at the end, or when nothing is sent any more."""
-        request = await asyncio.shield(self._coming())
+    async def _next(self) -> bytes | None:
+        """Receives the payload of the next frame; None at the end, or when nothing is sent any more."""
+        payload = await asyncio.shield(self._coming())
         self._receiving = None
-        return None if self._is_closed else request
+        return None if self._is_closed else payload
 
-    async def _receive(self) -> lending_pb2.LendRequest | None:
-        while not self._requests:
+    async def _next_request(self) -> lending_pb2.LendRequest | None:
+        payload = await self._next()
+        try:
+            return None if payload is None else lending_pb2.LendRequest.FromString(payload)
+        except DecodeError:
+            raise malformed_error() from None
+
+    async def _receive(self) -> bytes | None:
+        while not self._payloads:
             data, pid = await receive_from(self._socket, 2**16)
             if not data:
                 return None
             if self._peer and pid != self._peer.pid:  # it would run steps under the name of the other
                 message = f"process {pid} sent a message on the connection of process {self._peer.pid}"
                 raise DeniedError("OTHER_PROCESS", f"{message}; connect in the process that maps the memory")
-            self._requests += self._reader.feed(data)
-        return self._requests.pop(0)
+            self._payloads += [payload for _, payload in self._reader.feed(data)]
+        return self._payloads.pop(0)
 
     def _send_fence(self, fence: FenceSent) -> None:
         """Sends a fence. Any thread may call it."""
-        self._post_soon(lending_pb2.LendResponse(fence=lending_pb2.LendFence(**field_values(FenceSent, fence))))
+        self._post_soon(_answer(fence=lending_pb2.LendFence(**field_values(FenceSent, fence))))
 
-    def _post_soon(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
+    def _post_soon(self, frame: bytes, descriptor: int = -1) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._post, response, descriptor)
+            self._loop.call_soon_threadsafe(self._post, frame, descriptor)
 
-    def _post(self, response: lending_pb2.LendResponse, descriptor: int = -1) -> None:
-        """Sends a message after earlier ones, and then closes the descriptor that accompanies it."""
+    def _post(self, frame: bytes, descriptor: int = -1) -> None:
+        """Sends a frame after earlier ones, and then closes the descriptor that accompanies it."""
         if not self._is_closed:
             try:
-                self._outbox.put_nowait((response, descriptor))
+                self._outbox.put_nowait((frame, descriptor))
             except asyncio.QueueFull:
                 self._drop_deaf()
             else:
@@ -286,20 +290,23 @@ class ProcessConnection:
 
     def _refuse(self, error: KvpoolError) -> None:
         _log.warning("lending refused", extra={**self._rank.rank_fields, "reason": error.reason, "error": str(error)})
-        self._post(lending_pb2.LendResponse(refused=to_status(error).SerializeToString()))
+        self._post(encode_frame(link.Kind.REFUSED, to_status(error).SerializeToString()))
 
     async def _send_queued(self) -> None:
         while True:
-            response, descriptor = await self._outbox.get()
+            frame, descriptor = await self._outbox.get()
             try:
-                data = encode_message(response)
                 if descriptor < 0:
-                    await self._loop.sock_sendall(self._socket, data)
-                elif socket.send_fds(self._socket, [data], [descriptor]) < len(data):
+                    await self._loop.sock_sendall(self._socket, frame)
+                elif socket.send_fds(self._socket, [frame], [descriptor]) < len(frame):
                     raise BlockingIOError  # a process that does not read
-            except (OSError, InvalidArgumentError):
+            except OSError:
                 self.end()  # the process connects again
             finally:
                 if descriptor >= 0:
                     os.close(descriptor)
                 self._outbox.task_done()
+
+
+def _answer(**message: Any) -> bytes:  # noqa: ANN401 - a field of the answer
+    return encode_frame(link.Kind.ANSWER, lending_pb2.LendResponse(**message).SerializeToString())

@@ -12,11 +12,6 @@ from pathlib import Path
 from kvpool.wire.peer_process import CREDENTIALS, started
 
 
-def name_senders(listener: socket.socket) -> None:
-    """Has each message on a connection name the process that sent it; see `receive_from`."""
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-
-
 async def receive_from(connection: socket.socket, max_bytes: int) -> tuple[bytes, int]:
     """Receives data that one process sent, and the id of this process. Empty data: the end.
 

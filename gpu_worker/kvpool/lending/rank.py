@@ -7,18 +7,7 @@ from typing import Protocol
 from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.borrower_registry import BorrowerRegistry
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The memory that a lender has; see Offer in lending.proto."""
-
-    rank: int
-    world_size: int
-    available_bytes: int
-    is_lent: bool
-    device: str
-    weights_bytes: int
+from kvpool.v1.lending_pb2 import LendingOffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +34,7 @@ class MemoryOwner(Protocol):
         """Name of the pool."""
 
     @property
-    def offer(self) -> Offer:
+    def offer(self) -> LendingOffer:
         """The memory that it has, or could allocate."""
 
     @property

@@ -13,7 +13,7 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.connection import Connection
 from kvpool.lending.fence import StaleTablesError
 from kvpool.lending.mapped_memory import MappedMemory
-from kvpool.v1 import lending_pb2
+from kvpool.v1 import lending_pb2, link_pb2
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
 from kvpool.wire.ranks import declared_to_proto
@@ -78,7 +78,7 @@ def request_unmap(connection: Connection) -> None:
     connection.request(lending_pb2.LendRequest(unmap=lending_pb2.Unmap()), "unmapped", _UNMAP_SECONDS)
 
 
-def give_back(address: str, hello: lending_pb2.Hello, timeout_seconds: float) -> None:
+def give_back(address: str, hello: link_pb2.LinkHello, timeout_seconds: float) -> None:
     """Gives the memory back on a connection of its own; tries until the lender is there. For a thread of its own.
 
     Otherwise the lender would wait for this process until it exits, before it answers the plan of another epoch.

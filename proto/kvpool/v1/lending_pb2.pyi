@@ -20,38 +20,107 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class LendRequest(_message.Message):
+class LendingHello(_message.Message):
     """Lending: how the processes of an engine map the memory of a rank on their machine.
 
-    The lender is the rank's worker process. It listens on a unix stream socket, because a file descriptor travels with one
-    of the messages. Each message is 4 bytes, its length in network byte order, at most 1 MiB, followed by an encoded
-    LendRequest (from the engine) or LendResponse (from the lender).
+    The lender is the rank's worker process. A process connects to it by a link, see link.proto, over a unix socket, because
+    a file descriptor travels with one of the frames. The frames of requests and of answers are at most 1 MiB.
 
-    A process connects and sends Hello. The process that holds the model then sends Map and receives the memory as a
-    file descriptor with Mapped. It sends Bind before its first step of a session. The scheduler's process may send Bind too,
-    as soon as the session is open. When a process that sent Bind exits, the lender reports the session as gone.
+    A process introduces itself with LendingHello, and the lender answers with LendingOffer. The process that holds the model
+    then sends Map and receives the memory as a file descriptor with Mapped. It sends Bind before its first step of a session.
+    The scheduler's process may send Bind too, as soon as the session is open. When a process that sent Bind exits, the lender
+    reports the session as gone.
 
-    A connection belongs to the process that sent Hello, and ends with it. A message that another process sends on it, as one
-    that was forked can, is refused.
+    A refused Map or Bind does not end the link, unless the process has a newer one. Whatever else is refused ends it.
+
+    A connection belongs to the process that introduced itself, and ends with it. A message that another process sends on it,
+    as one that was forked can, is refused.
 
     A process that maps the memory receives a LendFence when steps must not run any more. It answers with LendFenced when
     none of these steps is in flight. When a connection breaks, the process connects again and sends Map and Bind again. It
     may receive a LendFence before Mapped, and must answer it: the pool may wait for the answer before it opens.
 
-    A message from a process of an engine.
+    Introduces a process in the LinkHello.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    HELLO_FIELD_NUMBER: _builtins.int
+    POOL_NAME_FIELD_NUMBER: _builtins.int
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    CLIENT_ID_FIELD_NUMBER: _builtins.int
+    pool_name: _builtins.str
+    """Name of the pool that the engine is configured for; the lender refuses another."""
+    client_name: _builtins.str
+    """Name of the process, for operators; at most 256 bytes."""
+    client_id: _builtins.str
+    """Identifies the use of the memory within the process, the same on a connection that replaces another; at most 64 bytes."""
+    def __init__(
+        self,
+        *,
+        pool_name: _builtins.str = ...,
+        client_name: _builtins.str = ...,
+        client_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "client_name", b"client_name", "pool_name", b"pool_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendingHello: _TypeAlias = LendingHello  # noqa: Y015
+
+@_typing.final
+class LendingOffer(_message.Message):
+    """The memory that a lender has, in the LinkWelcome."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    WORLD_SIZE_FIELD_NUMBER: _builtins.int
+    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
+    IS_LENT_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Number of the lender's rank."""
+    world_size: _builtins.int
+    """Number of ranks of the pool."""
+    available_bytes: _builtins.int
+    """Bytes that a process can map: the size of the memory in use, or the most that the lender may allocate while none is."""
+    is_lent: _builtins.bool
+    """Whether memory is in use, so that a process must declare the same layout."""
+    device: _builtins.str
+    """Device of the memory: "cpu", or "cuda:N"."""
+    weights_bytes: _builtins.int
+    """Bytes of the device that the weights of the newest engine take beside the memory; 0 if they are not known."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        world_size: _builtins.int = ...,
+        available_bytes: _builtins.int = ...,
+        is_lent: _builtins.bool = ...,
+        device: _builtins.str = ...,
+        weights_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "is_lent", b"is_lent", "rank", b"rank", "weights_bytes", b"weights_bytes", "world_size", b"world_size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LendingOffer: _TypeAlias = LendingOffer  # noqa: Y015
+
+@_typing.final
+class LendRequest(_message.Message):
+    """A message from a process of an engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
     MAP_FIELD_NUMBER: _builtins.int
     BIND_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     UNMAP_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def hello(self) -> Global___Hello:
-        """Must be the first message, and only that. Answered by Offer."""
-
     @_builtins.property
     def map(self) -> Global___Map:
         """Maps the memory. Answered by Mapped, when all ranks are ready."""
@@ -71,17 +140,16 @@ class LendRequest(_message.Message):
     def __init__(
         self,
         *,
-        hello: Global___Hello | None = ...,
         map: Global___Map | None = ...,
         bind: Global___Bind | None = ...,
         fenced: Global___LendFenced | None = ...,
         unmap: Global___Unmap | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "hello", b"hello", "map", b"map", "message", b"message", "unmap", b"unmap"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "map", b"map", "message", b"message", "unmap", b"unmap"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "hello", b"hello", "map", b"map", "message", b"message", "unmap", b"unmap"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bind", b"bind", "fenced", b"fenced", "map", b"map", "message", b"message", "unmap", b"unmap"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "map", "bind", "fenced", "unmap"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["map", "bind", "fenced", "unmap"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -89,24 +157,14 @@ Global___LendRequest: _TypeAlias = LendRequest  # noqa: Y015
 
 @_typing.final
 class LendResponse(_message.Message):
-    """A message from the lender."""
+    """A message from the lender: an answer, or a fence."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    OFFER_FIELD_NUMBER: _builtins.int
     MAPPED_FIELD_NUMBER: _builtins.int
     BOUND_FIELD_NUMBER: _builtins.int
     FENCE_FIELD_NUMBER: _builtins.int
-    REFUSED_FIELD_NUMBER: _builtins.int
     UNMAPPED_FIELD_NUMBER: _builtins.int
-    refused: _builtins.bytes
-    """A message was refused: an encoded google.rpc.Status, with the details that errors of the gRPC services carry. The
-    connection continues after a refused Map or Bind, unless the process has a newer one, and ends after any other.
-    """
-    @_builtins.property
-    def offer(self) -> Global___Offer:
-        """The answer to Hello."""
-
     @_builtins.property
     def mapped(self) -> Global___Mapped:
         """The answer to Map. The file descriptor of the memory accompanies this message."""
@@ -126,106 +184,20 @@ class LendResponse(_message.Message):
     def __init__(
         self,
         *,
-        offer: Global___Offer | None = ...,
         mapped: Global___Mapped | None = ...,
         bound: Global___Bound | None = ...,
         fence: Global___LendFence | None = ...,
-        refused: _builtins.bytes = ...,
         unmapped: Global___Unmapped | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "offer", b"offer", "refused", b"refused", "unmapped", b"unmapped"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "unmapped", b"unmapped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "offer", b"offer", "refused", b"refused", "unmapped", b"unmapped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bound", b"bound", "fence", b"fence", "mapped", b"mapped", "message", b"message", "unmapped", b"unmapped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["offer", "mapped", "bound", "fence", "refused", "unmapped"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["mapped", "bound", "fence", "unmapped"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___LendResponse: _TypeAlias = LendResponse  # noqa: Y015
-
-@_typing.final
-class Hello(_message.Message):
-    """Introduces a process."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LENDING_VERSION_FIELD_NUMBER: _builtins.int
-    POOL_NAME_FIELD_NUMBER: _builtins.int
-    TOKEN_FIELD_NUMBER: _builtins.int
-    CLIENT_NAME_FIELD_NUMBER: _builtins.int
-    CLIENT_ID_FIELD_NUMBER: _builtins.int
-    lending_version: _builtins.int
-    """Version of this protocol: 1."""
-    pool_name: _builtins.str
-    """Name of the pool that the engine is configured for; the lender refuses another."""
-    token: _builtins.str
-    """Token of the pool, if the lender asks for one; empty otherwise."""
-    client_name: _builtins.str
-    """Name of the process, for operators; at most 256 bytes."""
-    client_id: _builtins.str
-    """Identifies the use of the memory within the process, the same on a connection that replaces another; at most 64 bytes."""
-    def __init__(
-        self,
-        *,
-        lending_version: _builtins.int = ...,
-        pool_name: _builtins.str = ...,
-        token: _builtins.str = ...,
-        client_name: _builtins.str = ...,
-        client_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "client_name", b"client_name", "lending_version", b"lending_version", "pool_name", b"pool_name", "token", b"token"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Hello: _TypeAlias = Hello  # noqa: Y015
-
-@_typing.final
-class Offer(_message.Message):
-    """The memory that a lender has."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LENDING_VERSION_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
-    IS_LENT_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
-    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
-    lending_version: _builtins.int
-    """Version of this protocol: 1."""
-    rank: _builtins.int
-    """Number of the lender's rank."""
-    world_size: _builtins.int
-    """Number of ranks of the pool."""
-    available_bytes: _builtins.int
-    """Bytes that a process can map: the size of the memory in use, or the most that the lender may allocate while none is."""
-    is_lent: _builtins.bool
-    """Whether memory is in use, so that a process must declare the same layout."""
-    device: _builtins.str
-    """Device of the memory: "cpu", or "cuda:N"."""
-    weights_bytes: _builtins.int
-    """Bytes of the device that the weights of the newest engine take beside the memory; 0 if they are not known."""
-    def __init__(
-        self,
-        *,
-        lending_version: _builtins.int = ...,
-        rank: _builtins.int = ...,
-        world_size: _builtins.int = ...,
-        available_bytes: _builtins.int = ...,
-        is_lent: _builtins.bool = ...,
-        device: _builtins.str = ...,
-        weights_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "is_lent", b"is_lent", "lending_version", b"lending_version", "rank", b"rank", "weights_bytes", b"weights_bytes", "world_size", b"world_size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
 class Map(_message.Message):
@@ -426,75 +398,3 @@ class LendFenced(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LendFenced: _TypeAlias = LendFenced  # noqa: Y015
-
-@_typing.final
-class LendingHello(_message.Message):
-    """Introduces a process in the LinkHello."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    POOL_NAME_FIELD_NUMBER: _builtins.int
-    CLIENT_NAME_FIELD_NUMBER: _builtins.int
-    CLIENT_ID_FIELD_NUMBER: _builtins.int
-    pool_name: _builtins.str
-    """Name of the pool that the engine is configured for; the lender refuses another."""
-    client_name: _builtins.str
-    """Name of the process, for operators; at most 256 bytes."""
-    client_id: _builtins.str
-    """Identifies the use of the memory within the process, the same on a connection that replaces another; at most 64 bytes."""
-    def __init__(
-        self,
-        *,
-        pool_name: _builtins.str = ...,
-        client_name: _builtins.str = ...,
-        client_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_id", b"client_id", "client_name", b"client_name", "pool_name", b"pool_name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LendingHello: _TypeAlias = LendingHello  # noqa: Y015
-
-@_typing.final
-class LendingOffer(_message.Message):
-    """The memory that a lender has, in the LinkWelcome."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RANK_FIELD_NUMBER: _builtins.int
-    WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
-    IS_LENT_FIELD_NUMBER: _builtins.int
-    DEVICE_FIELD_NUMBER: _builtins.int
-    WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
-    rank: _builtins.int
-    """Number of the lender's rank."""
-    world_size: _builtins.int
-    """Number of ranks of the pool."""
-    available_bytes: _builtins.int
-    """Bytes that a process can map: the size of the memory in use, or the most that the lender may allocate while none is."""
-    is_lent: _builtins.bool
-    """Whether memory is in use, so that a process must declare the same layout."""
-    device: _builtins.str
-    """Device of the memory: "cpu", or "cuda:N"."""
-    weights_bytes: _builtins.int
-    """Bytes of the device that the weights of the newest engine take beside the memory; 0 if they are not known."""
-    def __init__(
-        self,
-        *,
-        rank: _builtins.int = ...,
-        world_size: _builtins.int = ...,
-        available_bytes: _builtins.int = ...,
-        is_lent: _builtins.bool = ...,
-        device: _builtins.str = ...,
-        weights_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "is_lent", b"is_lent", "rank", b"rank", "weights_bytes", b"weights_bytes", "world_size", b"world_size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LendingOffer: _TypeAlias = LendingOffer  # noqa: Y015

@@ -26,7 +26,7 @@ class LinkHello(_message.Message):
     |-|-|-|
     | 1 | client | LinkHello, the first frame |
     | 2 | server | LinkWelcome: requests are answered from now on |
-    | 3 | server | google.rpc.Status, as the error of a gRPC call. The server then ends the link |
+    | 3 | server | google.rpc.Status, as the error of a gRPC call. It ends the link, except where it answers Map or Bind |
     | 4 | client | a request |
     | 5 | server | an answer |
     | 6 | client | random bytes, once before its hello; optional, at most 64; only of steps |

@@ -186,6 +186,25 @@ class BoundSocket:
             raise
         self._file = found.st_dev, found.st_ino
 
+    def listen(self, mode: int, backlog: int, *, names_senders: bool = False) -> socket.socket:
+        """Listens on a unix socket without blocking, as `made` says. The caller closes it, and then calls `remove`.
+
+        Args:
+            mode: Mode of its file.
+            backlog: Maximum number of connections that wait to be accepted.
+            names_senders: Whether each message on a connection names the process that sent it (SCM_CREDENTIALS).
+        """
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, names_senders)
+            with self.made(mode):
+                listener.bind(self.address.removeprefix("unix:"))
+                listener.listen(backlog)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
     def remove(self) -> None:
         """Removes the file, unless there is another one by now. Call it after the socket was closed."""
         if self._path is None or self._file is None:

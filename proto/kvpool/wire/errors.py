@@ -118,14 +118,6 @@ def from_status(status: status_pb2.Status, address: str = "", token_source: str 
     return _error(code, status.message, status.details, address, token_source)
 
 
-def read_status(encoded: bytes, address: str = "", token_source: str = "") -> KvpoolError:
-    """Decodes the error with which a server ends a link. See `from_rpc_error` for the other arguments."""
-    try:
-        return from_status(status_pb2.Status.FromString(encoded), address, token_source)
-    except message.DecodeError:
-        return ServerError("MALFORMED", "the server's error cannot be parsed")
-
-
 def _error(
     code: grpc.StatusCode, text: str, details: Iterable[any_pb2.Any], address: str = "", token_source: str = ""
 ) -> KvpoolError:

@@ -16,11 +16,12 @@ from pathlib import PurePosixPath
 from typing import Final
 
 from google.protobuf.message import DecodeError
+from google.rpc import status_pb2
 
-from kvpool.core.errors import InvalidArgumentError, UnavailableError
+from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError
 from kvpool.v1 import allocator_pb2, link_pb2
 from kvpool.wire.address import host_and_port
-from kvpool.wire.errors import malformed_error
+from kvpool.wire.errors import ServerError, from_status, malformed_error
 from kvpool.wire.frames import State, encode_frame
 from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client, check_server
 
@@ -28,9 +29,13 @@ MAX_GREETING_BYTES: Final = 16 * 1024
 """Maximum size of what is received before the link is open, from a peer that is not authenticated."""
 MAX_ANSWER_BYTES: Final = 2**31
 """Maximum size of an answer. What a server accepts bounds the answers; this bounds what another program sends."""
+MAX_LENDING_BYTES: Final = 2**20
+"""Maximum size of a request to a lender, and of its answer."""
 _MAX_PROBE_BYTES: Final = 64
 OTHER_SERVER: Final = "OTHER_SERVER"
 """Reason for which a server refuses a hello with the id of another one."""
+NO_SERVER: Final = {"MALFORMED", "MESSAGE_TOO_LARGE", OTHER_SERVER}
+"""Reasons of the errors of first frames that show another program at the address, or another server."""
 _UNIX: Final = "unix:"
 _STEPS: Final = ".steps"
 
@@ -144,6 +149,14 @@ def read_welcome(payload: bytes) -> link_pb2.LinkWelcome:
         message = link_pb2.LinkWelcome()
     check_server(message.protocol_version)
     return message
+
+
+def read_refusal(payload: bytes, address: str = "", token_source: str = "") -> KvpoolError:
+    """Decodes the error of a REFUSED. See `from_rpc_error` for the other arguments."""
+    try:
+        return from_status(status_pb2.Status.FromString(payload), address, token_source)
+    except DecodeError:
+        return ServerError("MALFORMED", "the server's error cannot be parsed")
 
 
 def steps_address(address: str) -> str:

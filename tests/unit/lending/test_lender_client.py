@@ -22,16 +22,19 @@ from kvpool.core.ids import TableLease
 from kvpool.lending.fence import StaleTablesError, StepTicket
 from kvpool.lending.lender_client import LenderClient, LentMemory, connect_lender
 from kvpool.v1 import lending_pb2
-from kvpool.wire.errors import DeadlineError
+from kvpool.v1.link_pb2 import LinkWelcome
+from kvpool.wire import link
+from kvpool.wire.errors import DeadlineError, ServerError
+from kvpool.wire.frames import HEAD, encode_frame
+from kvpool.wire.link import Kind
 from kvpool.wire.pools import config_from_proto
-from support.fake_lender import FakeLender
+from support.fake_lender import FakeLender, answer_frame
 from support.lender_transcript import DECLARED, SIZE_BYTES, LenderTranscript, fake_lender, lease
 from support.transcripts import check
 from support.waiting import DEADLINE_SECONDS
 
 GIVEN = "a-token"
 PATHS = sorted(Path(__file__).with_name("lender_transcripts").glob("*.txt"))
-OFFER = lending_pb2.LendResponse(offer=lending_pb2.Offer(lending_version=2, device="cpu"))
 
 
 @pytest.fixture
@@ -80,10 +83,10 @@ def test_the_client_does_what_the_transcript_shows(path: Path) -> None:
 
 def test_a_process_introduces_itself_and_learns_what_the_lender_has(fake: FakeLender, lender: LenderClient) -> None:
     (hello,) = fake.wait_for("hello")
-    assert isinstance(hello, lending_pb2.Hello)
-    assert hello.client_id
-    hello.ClearField("client_id")
-    assert hello == lending_pb2.Hello(lending_version=2, pool_name="m", token=GIVEN, client_name="engine")
+    assert hello.token == GIVEN
+    assert hello.lending.client_id
+    hello.lending.ClearField("client_id")
+    assert hello.lending == lending_pb2.LendingHello(pool_name="m", client_name="engine")
     assert lender.offer.available_bytes == SIZE_BYTES
     assert not lender.offer.is_lent
 
@@ -102,8 +105,17 @@ def test_sockets_without_a_lender_are_told_apart(tmp_path: Path, fake: FakeLende
         connect_lender(fake.address, "m")
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x03\xff\xff\xff"])
-def test_another_program_is_no_lender(fake: FakeLender, answer: bytes) -> None:
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        HEAD.pack(2**20, Kind.WELCOME),
+        link.welcome(LinkWelcome()),
+        UnavailableError(link.OTHER_SERVER, "this server takes steps", retry_seconds=0.0),
+    ],
+    ids=["kind", "size", "stream", "refusal"],
+)
+def test_another_program_is_no_lender(fake: FakeLender, answer: bytes | KvpoolError) -> None:
     fake.answers["hello"] = answer
     with pytest.raises(WrongStateError, match="another program listens there") as caught:
         connect_lender(fake.address, "m")
@@ -111,9 +123,10 @@ def test_another_program_is_no_lender(fake: FakeLender, answer: bytes) -> None:
 
 
 def test_another_version_is_refused(fake: FakeLender) -> None:
-    fake.offer.lending_version = 1
-    with pytest.raises(WrongStateError, match=r"the lender uses version 1, this process 2\. Use the same release"):
+    fake.answers["hello"] = encode_frame(Kind.WELCOME, LinkWelcome(protocol_version=9).SerializeToString())
+    with pytest.raises(ServerError, match=r"speaks protocol version 9, .* use the same release") as caught:
         connect_lender(fake.address, "m")
+    assert caught.value.reason == "PROTOCOL_VERSION"
 
 
 @pytest.mark.parametrize(
@@ -132,7 +145,7 @@ def test_refusals_of_the_lender_reach_the_caller(fake: FakeLender, error: Kvpool
     assert (caught.value.reason, caught.value.field) == (error.reason, error.field)
 
 
-@pytest.mark.parametrize("answer", [None, b"\x00\x00", b"\x00\x00\x00\x09\x0a"], ids=["nothing", "length", "half"])
+@pytest.mark.parametrize("answer", [None, b"\x00\x00", HEAD.pack(9, Kind.WELCOME)], ids=["nothing", "head", "half"])
 def test_an_answer_that_does_not_come_in_time_is_not_waited_for(fake: FakeLender, answer: bytes | None) -> None:
     fake.answers["hello"] = answer
     with pytest.raises(DeadlineError, match="does not answer in time"):
@@ -151,7 +164,7 @@ def test_memory_is_mapped_as_it_is_and_shared(fake: FakeLender, lender: LenderCl
     memory.buffer[5] = 77
     assert fake.memory.read_bytes()[5] == 77
     (request,) = fake.wait_for("map")
-    declared = request.declared  # type: ignore[attr-defined]
+    declared = request.declared
     assert not config_from_proto(declared.config).difference(DECLARED.config)
     assert (declared.size_bytes, dict(declared.fingerprint)) == (SIZE_BYTES, dict(DECLARED.fingerprint))
 
@@ -175,9 +188,8 @@ def test_memory_that_is_too_small_is_refused(fake: FakeLender, lender: LenderCli
 
 @pytest.mark.parametrize(("field", "value"), [("size_bytes", 8192), ("num_blocks", 17)])
 def test_memory_of_another_size_is_refused(fake: FakeLender, lender: LenderClient, field: str, value: int) -> None:
-    mapped = lending_pb2.Mapped(epoch=7, num_blocks=16, size_bytes=SIZE_BYTES)
+    fake.answers["map"] = mapped = lending_pb2.Mapped(epoch=7, num_blocks=16, size_bytes=SIZE_BYTES)
     setattr(mapped, field, value)
-    fake.answers["map"] = lending_pb2.LendResponse(mapped=mapped)
     with pytest.raises(WrongStateError, match=f"{field}: the lender has {value}") as caught:
         lender.map(DECLARED, 10.0)
     assert caught.value.reason == "SIZE_DIFFERS"
@@ -195,20 +207,20 @@ def test_memory_on_other_devices_is_refused(fake: FakeLender) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        OFFER,
-        lending_pb2.LendResponse(bound=lending_pb2.Bound()),
-        lending_pb2.LendResponse(),
-        lending_pb2.LendResponse(refused=b"\xff"),
-        lending_pb2.LendResponse(mapped=lending_pb2.Mapped()).SerializeToString(),
-        b"\x00\x00\x00\x02\x12\x00",  # Mapped without the memory
-        b"\xff" * 8,
+        link.welcome(LinkWelcome(lending=lending_pb2.LendingOffer(device="cpu"))),
+        answer_frame(bound=lending_pb2.Bound()),
+        answer_frame(),
+        encode_frame(Kind.ANSWER, b"\xff"),
+        encode_frame(Kind.REFUSED, b"\xff"),
+        answer_frame(mapped=lending_pb2.Mapped()),  # without the memory
     ],
-    ids=range(7),
+    ids=["welcome", "bound", "empty", "garbage", "refusal", "no descriptor"],
 )
-def test_anything_else_than_memory_is_refused(fake: FakeLender, lender: LenderClient, answer: object) -> None:
-    fake.answers["map"] = answer  # type: ignore[assignment]
-    with pytest.raises((InvalidArgumentError, DeadlineError)):
-        lender.map(DECLARED, 0.2)
+def test_anything_else_than_memory_is_refused(fake: FakeLender, lender: LenderClient, answer: bytes) -> None:
+    fake.answers["map"] = answer
+    with pytest.raises(KvpoolError) as caught:
+        lender.map(DECLARED, 10.0)
+    assert caught.value.reason == "MALFORMED"
 
 
 def test_a_refused_layout_can_be_corrected(fake: FakeLender, lender: LenderClient) -> None:
@@ -234,8 +246,7 @@ def test_rule_1_a_fence_that_was_sent_before_a_step_is_in_force(fake: FakeLender
 def test_a_fence_may_come_in_pieces(fake: FakeLender, memory: LentMemory) -> None:
     run(memory, 1)
     fence = lending_pb2.LendFence(fence_sequence=1, epoch=7, last_session_number=1)
-    content = lending_pb2.LendResponse(fence=fence).SerializeToString()
-    data = len(content).to_bytes(4, "big") + content
+    data = answer_frame(fence=fence)
     for i in range(len(data) - 1):
         fake.send(data[i : i + 1])
         run(memory, 1)
@@ -281,12 +292,12 @@ def test_rule_6_memory_is_mapped_again_at_its_addresses(
     "garbage",
     [
         b"\xff" * 8,
-        b"\x00\x00\x00\x03\xff\xff\xff",
-        b"\x00\x00\x00\x02\x1a\x00",  # Bound
-        b"\x00\x00\x00\x00",
-        b"\x00\x00\x00\x02\x22\x00",  # a fence without a number
+        encode_frame(Kind.ANSWER, b"\xff"),
+        answer_frame(bound=lending_pb2.Bound()),
+        answer_frame(fence=lending_pb2.LendFence()),
+        HEAD.pack(link.MAX_LENDING_BYTES + 1, Kind.ANSWER),
     ],
-    ids=range(5),
+    ids=["kind", "answer", "no request", "fence without a number", "size"],
 )
 def test_garbage_ends_the_connection(
     fake: FakeLender, memory: LentMemory, caplog: pytest.LogCaptureFixture, garbage: bytes

@@ -46,10 +46,7 @@ def test_a_port_of_many_digits_is_refused() -> None:
 def listening(path: Path) -> Iterator[BoundSocket]:
     """Listens on a unix socket as servers do, and removes nothing at the end."""
     bound = BoundSocket(f"unix:{path}")
-    with socket.socket(socket.AF_UNIX) as listener:
-        with bound.made(0o600):
-            listener.bind(bound.address.removeprefix("unix:"))
-            listener.listen()
+    with bound.listen(0o600, 1):
         yield bound
 
 

@@ -9,7 +9,8 @@ from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.core.errors import NotFoundError, NotPrimaryError
 from kvpool.server.guard.statuses import abort_with
-from kvpool.wire.errors import ServerError, from_status, read_status, to_status
+from kvpool.wire import link
+from kvpool.wire.errors import ServerError, from_status, to_status
 
 
 class EndedCall:
@@ -62,5 +63,5 @@ def test_the_reason_counts_only_with_its_code() -> None:
     status = to_status(NotPrimaryError(("h:1",), 1))
     status.code = grpc.StatusCode.NOT_FOUND.value[0]
     assert type(from_status(status)) is NotFoundError
-    assert type(read_status(status.SerializeToString())) is NotFoundError
-    assert type(read_status(b"\xff")) is ServerError
+    assert type(link.read_refusal(status.SerializeToString())) is NotFoundError
+    assert type(link.read_refusal(b"\xff")) is ServerError

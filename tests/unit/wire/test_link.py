@@ -8,7 +8,7 @@ import pytest
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.v1.link_pb2 import LinkHello, LinkWelcome, StepsHello
 from kvpool.wire import link
-from kvpool.wire.errors import ServerError
+from kvpool.wire.errors import ServerError, to_status
 from kvpool.wire.frames import HEAD, FrameReader, encode_frame
 from kvpool.wire.link import Kind
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
@@ -18,8 +18,18 @@ from support.transcripts import Played, check
 
 MAX_BYTES: Final = 20_000
 HELLO, WELCOME, REFUSED, REQUEST, ANSWER, PROBE, PROOF = 1, 2, 3, 4, 5, 6, 7
-FIRST: Final = {"server": link.server_state(MAX_BYTES, is_probed=True), "client": link.client_state(is_probed=True)}
-WAYS: Final = {"server": [(), (PROBE,), (HELLO,)], "client": [(), (PROOF,), (WELCOME,), (REFUSED,), (WELCOME, REFUSED)]}
+FIRST: Final = {
+    "server": link.server_state(MAX_BYTES, is_probed=True),
+    "client": link.client_state(is_probed=True),
+    "lender": link.server_state(MAX_BYTES),
+    "engine": link.client_state(MAX_BYTES, refusal_ends=False),
+}
+WAYS: Final = {
+    "server": [(), (PROBE,), (HELLO,)],
+    "client": [(), (PROOF,), (WELCOME,), (REFUSED,), (WELCOME, REFUSED)],
+    "lender": [(), (HELLO,)],
+    "engine": [(), (WELCOME,), (REFUSED,), (WELCOME, REFUSED)],
+}
 """Frames that lead a side to each of its states."""
 MAY_FOLLOW: Final = {
     ("server", "greeting", PROBE): ("probed", 64),
@@ -33,6 +43,12 @@ MAY_FOLLOW: Final = {
     ("client", "probed", REFUSED): ("over", 16_384),
     ("client", "open", ANSWER): ("open", 2**31),
     ("client", "open", REFUSED): ("over", 16_384),
+    ("lender", "greeting", HELLO): ("open", 16_384),
+    ("lender", "open", REQUEST): ("open", MAX_BYTES),
+    ("engine", "greeting", WELCOME): ("open", 16_384),
+    ("engine", "greeting", REFUSED): ("over", 16_384),
+    ("engine", "open", ANSWER): ("open", MAX_BYTES),
+    ("engine", "open", REFUSED): ("open", 16_384),
 }
 """State after each frame, and the maximum size of its payload."""
 OF_S: Final = StepsHello(server_id="s")
@@ -83,7 +99,7 @@ class Ends(Played):
         self._do_begin()
 
     def _do_begin(self) -> None:
-        self._links = {name: side(name) for name in WAYS}
+        self._links = {name: side(name) for name in ("server", "client")}
         self._refused: set[str] = set()
 
     def _do_client(self, kind: str, size: str = "0", announced: str = "") -> None:
@@ -155,6 +171,13 @@ def test_another_hello_is_refused(payload: LinkHello | bytes, kind: type[KvpoolE
 def test_a_listener_takes_links_of_one_stream(sent: LinkHello) -> None:
     with refused(InvalidArgumentError, field="stream", reason="MALFORMED", match="takes links for lending"):
         link.read_hello(sent.SerializeToString(), "lending")
+
+
+def test_the_error_of_a_refusal_is_read() -> None:
+    sent = WrongStateError("OTHER_POOL", "of another pool", field="pool_name")
+    found = link.read_refusal(to_status(sent).SerializeToString())
+    assert (type(found), found.reason, found.field, str(found)) == (type(sent), sent.reason, sent.field, str(sent))
+    assert link.read_refusal(b"\xff").reason == "MALFORMED"
 
 
 def test_a_welcome_has_the_version_of_the_server() -> None:

@@ -38,7 +38,7 @@ from kvpool.v1.link_pb2 import LinkHello, StepsHello
 from kvpool.wire import link as wire_link
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.channels import ClientCredentials
-from kvpool.wire.errors import DeadlineError, ServerError, read_status
+from kvpool.wire.errors import DeadlineError, ServerError
 from kvpool.wire.frames import encode_frame
 from kvpool.wire.protocol_version import check_server
 
@@ -54,9 +54,6 @@ SILENCE_SECONDS: Final = 10.0
 between client and server still works."""
 _TOKEN_PAUSE_SECONDS: Final = 0.5
 """Minimum pause before a step is sent again whose token was refused."""
-
-_NO_SERVER: Final = {"MALFORMED", "MESSAGE_TOO_LARGE", wire_link.OTHER_SERVER}
-"""Reasons of the errors of first frames that the session's server does not send."""
 
 _log = logging.getLogger("kvpool.client")
 
@@ -329,7 +326,7 @@ class StepStream(ABC):
 
     def _refusal(self, encoded: bytes) -> KvpoolError:
         """The error that a server has sent on a link."""
-        return read_status(encoded, self._connection.target, self._connection.token_source)
+        return wire_link.read_refusal(encoded, self._connection.target, self._connection.token_source)
 
     async def _connect(self, address: str, link: ServerLink, server_id: str, due_seconds: float) -> LinkCall:
         """Makes a link. Raises LinkNotReachedError, or the error of the server.
@@ -356,7 +353,7 @@ class StepStream(ABC):
         except BaseException as error:
             call.cancel()
             link.step_calls.discard(call)
-            if isinstance(error, OSError) or (isinstance(error, KvpoolError) and error.reason in _NO_SERVER):
+            if isinstance(error, OSError) or (isinstance(error, KvpoolError) and error.reason in wire_link.NO_SERVER):
                 raise LinkNotReachedError("NO_LINK", str(error) or "no answer") from None
             raise
         return call

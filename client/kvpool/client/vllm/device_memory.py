@@ -11,11 +11,11 @@ from typing import Any
 
 from vllm.v1.worker.utils import request_memory
 
-from kvpool.lending.rank import Offer
+from kvpool.v1.lending_pb2 import LendingOffer
 from kvpool.wire.log_fields import format_bytes
 
 
-def requested_bytes(offer: Offer, snapshot: Any, cache_config: Any, external_bytes: int = 0) -> int:
+def requested_bytes(offer: LendingOffer, snapshot: Any, cache_config: Any, external_bytes: int = 0) -> int:
     """Returns what an engine may use of a device, its KV memory included if it is the first.
 
     Args:
@@ -39,7 +39,7 @@ def requested_bytes(offer: Offer, snapshot: Any, cache_config: Any, external_byt
     raise too_full(offer, snapshot, f"a part of the {share:g} of it that all may use (gpu_memory_utilization)")
 
 
-def too_full(offer: Offer, snapshot: Any, needed: str) -> ValueError:
+def too_full(offer: LendingOffer, snapshot: Any, needed: str) -> ValueError:
     """Makes the error of an engine that does not fit."""
     total, free = format_bytes(snapshot.total_memory), format_bytes(snapshot.free_memory)
     lent = f"holds {format_bytes(offer.available_bytes)}" if offer.is_lent else "holds no KV memory yet"

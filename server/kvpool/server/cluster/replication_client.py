@@ -28,7 +28,6 @@ from kvpool.server.journal.records import MismatchError
 from kvpool.wire import link
 from kvpool.wire.address import host_and_port
 from kvpool.wire.backoff import Backoff
-from kvpool.wire.errors import read_status
 from kvpool.wire.frames import FrameReader
 
 CONNECT_SECONDS: Final = 1.0
@@ -224,7 +223,7 @@ class PrimaryStream(asyncio.Protocol):
         if kind == link.Kind.WELCOME:
             self._welcomed(messages.read_welcome(payload))
         elif kind == link.Kind.REFUSED:
-            self._refused(read_status(payload))
+            self._refused(link.read_refusal(payload))
         elif self.is_following:
             if payload:
                 self._execute(decode_frame(payload))

@@ -114,27 +114,15 @@ class StepLinks:
         acceptor = Acceptor(lambda: StepLink(self), tls, self.stall_seconds, pause_seconds=pause_seconds)
         self._acceptors.append(acceptor)
         if is_unix:
-            acceptor.start([self._bind(address)])
+            bound = BoundSocket(address)
+            acceptor.start([bound.listen(self._config.auth.socket_mode, _BACKLOG)])
+            self._bound.append(bound)
             return address
         host, _, port = address.rpartition(":")
         for each in ip_addresses(address):  # all or none, as gRPC's: another process may listen on the others
             ip, _ = host_and_port("steps_listen", each)
             port = str(await acceptor.listen(ip, int(port)))
         return f"{host}:{port}"
-
-    def _bind(self, address: str) -> socket.socket:
-        """Listens on a unix socket."""
-        bound = BoundSocket(address)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
-        try:
-            with bound.made(self._config.auth.socket_mode):
-                listener.bind(bound.address.removeprefix("unix:"))
-                listener.listen(_BACKLOG)
-        except BaseException:
-            listener.close()
-            raise
-        self._bound.append(bound)
-        return listener
 
     def watch_process(self, session_id: SessionId, connection: socket.socket) -> None:
         """Watches the process at the other end of a unix socket, unless more are watched than there may be links."""
