@@ -15,7 +15,8 @@ from kvpool.core.steps.columns import Operation
 from kvpool.wire.frames import HEAD
 from kvpool.wire.link import Kind
 from support.auth import secret_of
-from support.raw_link import RawLink, RawSession, request
+from support.raw_link import RawLink, request
+from support.raw_session import RawSession
 from support.server import pool_config
 
 _POOL: Final = "attacked"

@@ -11,7 +11,8 @@ from fuzz.mutations import mutate_bytes
 from kvpool.client import connect
 from kvpool.core.steps.columns import Operation
 from kvpool.wire.frames import HEAD
-from support.raw_link import RawSession, request
+from support.raw_link import request
+from support.raw_session import RawSession
 from support.server import pool_config
 
 _POOL: Final = "attacked"

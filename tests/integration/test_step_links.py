@@ -27,7 +27,8 @@ from kvpool.v1 import link_pb2
 from kvpool.wire.frames import HEAD, encode_frame
 from kvpool.wire.link import MAX_GREETING_BYTES, Kind
 from support.auth import Authority, Entry, secret_of, write_tokens
-from support.raw_link import RawLink, RawSession, request
+from support.raw_link import RawLink, request
+from support.raw_session import RawSession
 from support.server import pool_config, server_process
 from support.waiting import wait_until
 
