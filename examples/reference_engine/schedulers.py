@@ -155,7 +155,10 @@ def _schedule(share: Workload, options: SchedulerOptions, index: int, go: Event,
 def _play(
     client: Client, share: Workload, options: SchedulerOptions, name: str, advance: Callable[[], object]
 ) -> Counts:
-    with client.open_session(options.pool, client_name=name) as session, options.open_executor(session) as executor:
+    with (
+        client.open_session(options.pool, client_name=name, reserve_tokens=16) as session,
+        options.open_executor(session) as executor,
+    ):
         scheduler = Scheduler(
             session,
             share,

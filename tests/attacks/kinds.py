@@ -23,6 +23,7 @@ ATTACKS: Final = {
     "watches": Attack(memory.watch_without_reading),
     "sessions": Attack(shares.open_sessions, meanwhile=shares.open_session),
     "in_flight": Attack(shares.free_behind_steps, meanwhile=shares.use_minimum),
+    "reserves": Attack(shares.hold_reserves, meanwhile=shares.use_minimum),
     "scopes": Attack(shares.open_scopes),
     "strangers": Attack(floods.call_without_token, meanwhile=floods.connect),
     "held_chunks": Attack(steps.hold_chunks),

@@ -1,5 +1,6 @@
 """Attacks by a token that takes all that it may."""
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -7,7 +8,9 @@ from functools import partial
 
 from attacks.attack import Assault, refusal
 from attacks.target import TENANTS, Target
+from kvpool.client import Request
 from kvpool.core.errors import ExhaustedError, UnavailableError
+from kvpool.core.sessions.session import MAX_RESERVE_TOKENS
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc
 from support.server import pool_config
 from support.waiting import DEADLINE_SECONDS
@@ -49,6 +52,22 @@ def free_behind_steps(assault: Assault) -> None:
             with session.step(launched_sequence=session.sequence) as step:
                 step.free(request)
     assert session.sequence > _MAX_BLOCKS, "it has freed few blocks"
+
+
+def hold_reserves(assault: Assault) -> None:
+    """Runs short requests of a shared pool that hold as many slots in reserve as they get, and gives none back."""
+    with (
+        assault.target.connect("attacker") as client,
+        client.open_session(TENANTS[0], max_blocks=_MAX_BLOCKS, reserve_tokens=MAX_RESERVE_TOKENS) as session,
+    ):
+        running: deque[Request] = deque()
+        while not assault.is_over.wait(_PAUSE_SECONDS / 10):
+            request = session.request(f"{session.sequence}", [session.sequence])
+            if session.admit(request):
+                running.append(request)
+            elif running:
+                session.free(running.popleft())
+    assert session.sequence > _MAX_BLOCKS, "it has held few reserves"
 
 
 def use_minimum(target: Target) -> None:

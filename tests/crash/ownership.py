@@ -90,10 +90,10 @@ class Session:
             self._release(block, min(last, self.sent + self.lease_seconds))
 
     def _take_answer(self, record: Record) -> None:
-        if record["seq"] != self.sequence + 1:
+        if record.get("first", record["seq"]) != self.sequence + 1:  # a refused step is sent again with another number
             self.violations.append({**record, "what": "SEQUENCE_GAP"})
         self.sequence, self.sent, self.unanswered = record["seq"], record["sent"], None
-        for block in (*record["gone"], *record["new"]):
+        for block in (*record["gone"], *record["new"], *(block for block, _ in record["hit"])):
             self._release(block, record["sent"])
         for block in record["new"]:
             self._hold(Hold(self.key, block, record["at"]))

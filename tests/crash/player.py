@@ -15,10 +15,11 @@ from typing import Final, TypeVar
 from crash.execution import Executor, Task
 from crash.memory import Progress, content
 from crash.records import Log
-from kvpool.client import Answer, ComputedBlocks, DeadlineError, Outcome, Request, Session, UnavailableError
+from kvpool.client import Answer, ComputedBlocks, DeadlineError, Decodes, Outcome, Request, Session, UnavailableError
 from kvpool.client.rows import Row
 from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import BlockId
+from kvpool.core.specs.kinds import allocation_spec
 from kvpool.core.steps.columns import Operation
 
 MOST_RUNNING: Final = 4
@@ -52,12 +53,13 @@ class Work:
 
 @dataclass(slots=True)
 class Place:
-    """A scheduler's log and memory, and the maximum duration of its steps."""
+    """A scheduler's log and memory, the maximum duration of its steps, and blocks that its last answers gave it."""
 
     log: Log
     progress: Progress
     slot: int
     step_seconds: float
+    given: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -84,6 +86,8 @@ class Player:
     _count: int = 0
     _executed: int = 0
     _held: set[int] = field(default_factory=set)
+    _background: tuple[StepBuilder, int, float] | None = None
+    """A step without an answer, its number, and when it was sent."""
 
     def play_round(self) -> None:
         """Runs one round."""
@@ -124,22 +128,27 @@ class Player:
         asked = [(work, self._next_chunk(work)) for work in self.running]
         admitting = self.waiting[: MOST_RUNNING - len(self.running)]
 
-        def fill(step: StepBuilder) -> tuple[list[Answer], list[Answer]]:
+        decoding = [work for work, n in asked if n == 1 and self.session.reserve_tokens]
+        asked = [(work, n) for work, n in asked if work not in decoding]
+
+        def fill(step: StepBuilder) -> tuple[Decodes, list[Answer], list[Answer]]:
             for work in finished:
                 step.free(work.request)
             return (
+                step.decode([work.request for work in decoding]),
                 [step.allocate_slots(work.request, n) for work, n in asked],
                 [step.admit(work.request, CHUNK_TOKENS) for work in admitting],
             )
 
-        allocated, admitted = self._send(fill)
+        decoded, allocated, admitted = self._send(fill)
         served = [work for (work, _), answer in zip(asked, allocated, strict=True) if answer.ok]
+        served += [work for place, work in enumerate(decoding) if place not in decoded.refused]
         for work, answer in zip(admitting, admitted, strict=True):
             if answer.ok:
                 self._admit(work, answer.num_hit_tokens)
                 served.append(work)
         self._compute(served)
-        if not all(answer.ok for answer in allocated) and self.running:
+        if (decoded.refused or not all(answer.ok for answer in allocated)) and self.running:
             self._preempt(self.running[-1])
         elif not served:
             time.sleep(0.005 * self.chance.random())  # other sessions hold the blocks
@@ -192,7 +201,7 @@ class Player:
         for work in works:
             request, start, end = work.request, work.num_executed_tokens, work.request.num_computed_tokens
             written = list(self._cells(request, start, end))
-            reads = [(block, cell) for block, _, cell in self._cells(request, 0, start)]
+            reads = [(block, cell) for block, _, cell in self._cells(request, 0, start, num_run_tokens=start)]
             tasks.append(Task(reads, [(block, cell) for block, _, cell in written]))
             full += [(block, short(cell)) for block, is_full, cell in written if is_full]
             work.num_executed_tokens = end
@@ -200,6 +209,7 @@ class Player:
             self._send(
                 lambda step: step.evict_blocks([])
             )  # an empty step, which renews the lease or reports the session's end
+            self._settle_background()
             if outcome.refused in ("EPOCH_PASSED", "SESSION_ENDED"):
                 self.violated("FENCED_WHILE_ALIVE", reason=outcome.refused)
         for block, found, expected in outcome.wrong:
@@ -207,17 +217,24 @@ class Player:
         if full:
             self.place.log.write("full", blocks=full)
 
-    def _cells(self, request: Request, start: int, end: int) -> Iterator[tuple[int, bool, bytes]]:
-        """Blocks of tokens [start, end), whether each is full then, and its content then."""
+    def _cells(
+        self, request: Request, start: int, end: int, num_run_tokens: int = 0
+    ) -> Iterator[tuple[int, bool, bytes]]:
+        """Blocks of tokens [start, end), whether each is full then, and its content then.
+
+        Without those behind windows once `num_run_tokens` have run: a step in the background may have freed them.
+        """
         config = self.session.config
         for group, (table, span) in enumerate(zip(request.block_ids, config.spans_tokens, strict=True)):
-            for i in range(start // span, -(-end // span)):
+            first = max(start, allocation_spec(config.groups[group].spec).num_skipped_tokens(num_run_tokens))
+            for i in range(first // span, -(-end // span)):
                 last = min((i + 1) * span, end)
                 if table[i]:
                     is_full = last == (i + 1) * span
                     yield table[i], is_full, content(request, group, last, config.hash_block_size, full=is_full)
 
     def _send(self, fill: Callable[[StepBuilder], _T]) -> _T:
+        self._settle_background()
         sent_seconds, sequence = time.monotonic(), self.session.sequence + 1
         self.place.log.write("ask", seq=sequence)
         try:
@@ -225,10 +242,19 @@ class Player:
                 answers = fill(step)
         except (UnavailableError, DeadlineError):
             self._settle()
-        if self.session.sequence == sequence:  # else the session answered without the server
+        if self.session.sequence >= sequence:
             self._log_answer(step, sequence, sent_seconds)
+        elif step.is_sent:  # else the session answered without the server
+            self._background = (step, sequence, sent_seconds)
         self.place.progress.count(self.place.slot)
         return answers
+
+    def _settle_background(self) -> None:
+        """Waits for the answer of a step for which the session did not wait, and logs it."""
+        if self._background:
+            self._settle()
+            background, self._background = self._background, None
+            self._log_answer(*background)
 
     def _settle(self) -> None:
         for pause_seconds in (0.0, 0.1, 0.5, *[1.0] * 20):  # ranks may be killed repeatedly
@@ -239,9 +265,11 @@ class Player:
         self.session.settle()
 
     def _log_answer(self, step: StepBuilder, sequence: int, sent_seconds: float) -> None:
-        new: set[int] = set()
         hits: dict[int, str] = {}
-        for row, operation in zip(step.rows, step.step.operations, strict=True):
+        at = 0
+        for row in step.rows:
+            operation = step.step.operations[at]
+            at += 1 if isinstance(row, Row) else len(row.requests)
             if (
                 isinstance(row, Row)
                 and row.request
@@ -250,23 +278,24 @@ class Player:
             ):
                 found = row.computed.block_ids if row.computed else row.answer.hit_blocks
                 hits |= self._hit_cells(row.request, found)
-                for blocks in row.answer.new_blocks:
-                    if not new.isdisjoint(blocks):
-                        self.violated("GIVEN_TWICE", blocks=blocks)
-                    new.update(blocks)
         held = {
             block
             for work in (*self.running, *self.waiting)
-            for table in work.request.block_ids
+            for table in (*work.request.block_ids, *work.request.reserve_ids)
             for block in table
             if block
         }
+        new = held & self.place.given
+        self.place.given.clear()
+        # Of two messages, the first may have freed a block that the second hit after another session had filled it.
+        kept = self._held if self.session.sequence == sequence else set()
         self.place.log.write(
             "answered",
-            seq=sequence,
+            seq=self.session.sequence,
+            first=sequence,
             sent=sent_seconds,
             new=sorted(new),
-            hit=[[block, cell] for block, cell in hits.items() if block not in self._held and block not in new],
+            hit=[[block, cell] for block, cell in hits.items() if block not in kept and block not in new],
             gone=sorted(self._held - held),
         )
         self._held = held

@@ -6,7 +6,9 @@ import random
 import signal
 import sys
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ from kvpool.client import (
 from kvpool.client.transports.blocking_grpc import BlockingGrpcTransport
 from kvpool.client.transports.transport import OpenedSession, SessionOptions
 from kvpool.core.ids import PoolName
-from kvpool.core.steps.columns import Step, StepResult
+from kvpool.core.steps.columns import Operation, Step, StepResult
 
 LONGEST_TOKENS = 96
 DECLARED_POOL = "declared"
@@ -90,10 +92,11 @@ class Settings:
 
 
 class _TwiceTransport(BlockingGrpcTransport):
-    """Repeats some steps after they were answered: the answer must be the same."""
+    """Repeats some steps after they were answered: the answer must be the same. Collects the blocks that they give."""
 
     log: Log
     chance: random.Random
+    given: set[int]
 
     async def open_session(self, options: SessionOptions) -> OpenedSession:
         opened = await super().open_session(options)
@@ -102,12 +105,30 @@ class _TwiceTransport(BlockingGrpcTransport):
 
         async def twice(step: Step) -> StepResult:
             result: StepResult = await once(step)
+            self._collect(step, result)
             if self.chance.random() < 0.05 and await once(step) != result:
                 self.log.write("violation", what="ANSWERED_DIFFERENTLY", seq=step.sequence)
             return result
 
         calls.exchange = twice
         return opened
+
+    def _collect(self, step: Step, result: StepResult) -> None:
+        ids, count = iter(result.block_ids), len(step.operations)
+        num_new, num_hit = _by_row(result.num_new_blocks, count), _by_row(result.num_prefix_blocks, count)
+        new = list[int]()
+        for operation, hits, blocks in zip(step.operations, num_hit, num_new, strict=True):
+            deque(islice(ids, 0 if operation == Operation.COMMON_PREFIX else hits), 0)
+            new += islice(ids, blocks)
+        if len(new) != len(set(new)):
+            self.log.write("violation", what="GIVEN_TWICE", blocks=new)
+        self.given.update(new)
+
+
+def _by_row(counts: list[int], num_rows: int) -> list[int]:
+    """Sums a column of counts per group, which may be empty, to one count per operation."""
+    num_groups = len(counts) // num_rows if num_rows else 0
+    return [sum(counts[i * num_groups : (i + 1) * num_groups]) for i in range(num_rows)]
 
 
 def main() -> None:
@@ -117,13 +138,14 @@ def main() -> None:
     chance = random.Random(f"{settings.seed} {settings.slot} {settings.life}")  # noqa: S311 - a workload
     log = (BriefLog if settings.is_brief else Log)(folder / f"{settings.name}.jsonl")
     transport = _TwiceTransport(settings.address, 10.0)
-    transport.log, transport.chance = log, chance
+    transport.log, transport.chance, transport.given = log, chance, set()
     stopping: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopping.append(number))
     parent = os.getppid()
     with Client(transport) as client:
         while not stopping and os.getppid() == parent:
-            player = _open(client, settings, log, chance)
+            transport.given.clear()
+            player = _open(client, settings, log, chance, transport.given)
             if player is None:
                 time.sleep(0.05)
                 continue
@@ -151,7 +173,7 @@ def _close(session: Session, log: Log) -> None:
         log.write("closed")
 
 
-def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -> Player | None:
+def _open(client: Client, settings: Settings, log: Log, chance: random.Random, given: set[int]) -> Player | None:
     lent = None
     if settings.lender:
         from crash.lent import OnLentMemory  # noqa: PLC0415 - imports torch
@@ -165,7 +187,12 @@ def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -
     try:
         if not settings.ranks and not lent:
             client.create_pool(declared_pool(settings.num_blocks))
-        session = client.open_session(settings.pool, client_name=settings.name, lease_seconds=settings.lease_seconds)
+        session = client.open_session(
+            settings.pool,
+            client_name=settings.name,
+            lease_seconds=settings.lease_seconds,
+            reserve_tokens=chance.choice((0, 0, 4, 16)),
+        )
     except _TRY_AGAIN as error:
         log.write("not opened", reason=error.reason)
         if lent:
@@ -175,7 +202,7 @@ def _open(client: Client, settings: Settings, log: Log, chance: random.Random) -
         "opened", pool=settings.pool, incarnation=incarnation(session), sent=sent_seconds, lease=session.lease_seconds
     )
     folder = Path(settings.folder)
-    place = Place(log, Progress(folder), settings.slot, settings.step_seconds)
+    place = Place(log, Progress(folder), settings.slot, settings.step_seconds, given)
     executor: Executor
     if lent:
         executor, lent.lease = lent, session.table_lease

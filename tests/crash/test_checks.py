@@ -71,6 +71,14 @@ def test_a_hit_on_computed_contents_is_no_violation(cell: str, found: list[str])
     assert violations(first, second) == found
 
 
+def test_of_two_messages_the_second_may_hit_what_the_first_freed() -> None:
+    """The step was refused blocks, and asked again; another session filled the block between its messages."""
+    again = answered(4, 3, first=2, sent=2.1, hit=[[5, CELL]])
+    first = log(opened(1), answered(2, 1, new=[5]), again, answered(5, 4))
+    second = log(opened(1), answered(3, 1, new=[5]), at(3.1, "full", blocks=[[5, CELL]]), answered(6, 2))
+    assert not violations(first, second)
+
+
 def test_a_hit_on_an_unfilled_block_is_a_violation() -> None:
     first = log(opened(1), answered(2, 1, new=[5]), answered(4, 2))
     second = log(opened(1), answered(3, 1, hit=[[5, CELL]]), answered(5, 2))
@@ -198,13 +206,26 @@ def test_a_new_server_may_forget_sessions_only_without_a_journal(*, journaled: b
     assert violations(records, run=run, journaled=journaled) == found
 
 
-@pytest.mark.parametrize("came_back", [at(3.9, "starting", target="server"), at(3.9, "cont", target="server")])
-def test_the_absence_of_the_server_expires_no_lease(came_back: Record) -> None:
-    gone = at(3.0, "kill" if came_back["kind"] == "starting" else "stop", target="server", how="SIGKILL")
-    run = (at(0, "starting", target="server"), gone, came_back)
+def test_the_absence_of_the_server_expires_no_lease() -> None:
+    run = (
+        at(0, "starting", target="server"),
+        at(3.0, "kill", target="server", how="SIGKILL"),
+        at(3.9, "starting", target="server"),
+    )
     records = log(opened(1), answered(2, 1), at(5.5, "lost", reason="LEASE_EXPIRED"))
     assert violations(records, run=run, journaled=True) == ["LOST"]
     assert not violations([*records[:-1], at(6.0, "lost", reason="LEASE_EXPIRED")], run=run, journaled=True)
+
+
+@pytest.mark.parametrize(("lost_at", "found"), [(4.4, []), (4.2, ["LOST"])])
+def test_leases_run_for_half_a_second_of_a_pause_of_the_server(lost_at: float, found: list[str]) -> None:
+    """The session's last message is sent at 1.9; of the pause, leases do not run for 0.4 s."""
+    run = (
+        at(0, "starting", target="server"),
+        at(3.0, "stop", target="server", how="SIGSTOP"),
+        at(3.9, "cont", target="server"),
+    )
+    assert violations(log(opened(1), answered(2, 1), at(lost_at, "lost", reason="LEASE_EXPIRED")), run=run) == found
 
 
 def test_a_lease_may_expire_before_the_server_is_killed() -> None:

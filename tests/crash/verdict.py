@@ -72,18 +72,24 @@ class _Presence:
 
 
 def _lives(records: list[Record]) -> Iterator[_Presence]:
-    """The times in which the only server runs."""
-    begin = None
+    """The times in which the only server runs, or is stopped. Leases begin again only if it is started again."""
+    begin, pauses = None, list[tuple[float, float]]()
     for record in records:
         if record.get("target") != "server":
             continue
-        if record["kind"] in ("starting", "cont"):
-            begin = record["at"]
-        elif record["kind"] in ("kill", "stop") and begin is not None:
-            yield _Presence(begin, record["at"])
-            begin = None
+        at = record["at"]
+        match record["kind"]:
+            case "starting":
+                begin, pauses = at, []
+            case "kill" if begin is not None:
+                yield _Presence(begin, at, pauses)
+                begin = None
+            case "stop":
+                pauses.append((at + MAX_RUN_SECONDS, _NEVER))
+            case "cont":
+                pauses[-1] = (pauses[-1][0], at)
     if begin is not None:
-        yield _Presence(begin, _NEVER)
+        yield _Presence(begin, _NEVER, pauses)
 
 
 def _terms(records: list[Record]) -> Iterator[_Presence]:

@@ -94,7 +94,7 @@ def test_lists_for_people_and_for_scripts() -> None:
 
     _, row = output_of("sessions").splitlines()
     assert "\x1b" not in row
-    assert words(row)[:8] == ["1", "m", "front-end", "?[2J模", "1", "1", "11", "2"]
+    assert words(row)[:9] == ["1", "m", "front-end", "?[2J模", "1", "1", "11", "0", "2"]
     (session,) = answer("sessions", "--pool", "m")["sessions"]
     assert (session["client_name"], session["held_blocks"]) == ("front-end \x1b[2J模", [11])
     assert "session_id" not in session

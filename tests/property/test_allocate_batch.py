@@ -50,10 +50,12 @@ ODD: list[dict[str, Any]] = [
 class Pair:
     """The same sessions twice: in a pool with the fast loop, and in a pool without."""
 
-    def __init__(self, num_blocks: int, num_sessions: int, **options: Any) -> None:
+    def __init__(self, num_blocks: int, num_sessions: int, reserve_tokens: int = 0, **options: Any) -> None:
         self.batched, self.one_by_one = World(num_blocks, **options), World(num_blocks, **options)
         self.one_by_one.pool.plain_manager = None
-        self.sessions = [(self.batched.open(), self.one_by_one.open()) for _ in range(num_sessions)]
+        reserves = [reserve_tokens * (i % 2) for i in range(1, num_sessions + 1)]  # of every other session
+        worlds = (self.batched, self.one_by_one)
+        self.sessions = [tuple(world.open(reserve_tokens=each) for world in worlds) for each in reserves]
         self.contents: dict[tuple[int, int], str] = {}
 
     def run(self, at: int, **columns: Any) -> StepResult | None:
@@ -111,11 +113,12 @@ def admission(pair: Pair, at: int, number: int, rng: Random) -> Row:
     }
 
 
-def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
+def other(pair: Pair, at: int, session: Session, number: int, rng: Random) -> Row:
     """Another operation, of a request of the session, running or not, or of no request."""
     operation = rng.choice([
         Operation.FREE, Operation.FREE, Operation.PREEMPT, Operation.CACHE, Operation.LOOKUP_UNCOUNTED, Operation.ADMIT,
         Operation.COMMON_PREFIX, Operation.APPEND, Operation.EVICT, Operation.RESET,
+        *[Operation.RESERVE] * (session.reserve_tokens and 4),
     ])  # fmt: skip
     if operation is Operation.RESET:
         return {"operations": operation}
@@ -123,6 +126,9 @@ def other(pair: Pair, session: Session, number: int, rng: Random) -> Row:
         block_ids = rng.sample(range(1, pair.batched.pool.blocks.num_blocks), 3)
         return {"operations": operation, "num_block_ids": 3, "block_ids": block_ids}
     row: Row = {"operations": operation, "request_numbers": number}
+    if operation is Operation.RESERVE and is_running(session, number):
+        taking = decode(pair, at, session, number, rng)
+        return {**taking, **row, "num_new_tokens": 0, "num_lookahead_tokens": rng.choice([0, 3, 12, 40])}
     if operation is Operation.CACHE:
         row["num_new_tokens"] = rng.randint(0, session.by_number[RequestNumber(number)].num_computed_tokens)
     return row
@@ -151,7 +157,7 @@ def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[s
     numbers = rng.sample(list(session.by_number), rng.randint(0, len(session.by_number)))
     decoding = [number for number in numbers if is_running(session, number) and rng.random() < 0.8]
     left = [number for number in numbers if number not in decoding]
-    around = [other(pair, session, number, rng) for number in left if rng.random() < 0.5]
+    around = [other(pair, at, session, number, rng) for number in left if rng.random() < 0.5]
     added = range(next_number, next_number + rng.choice([0, 0, 0, 1, 2]))
     around += [admission(pair, at, number, rng) for number in added]
     rng.shuffle(around)
@@ -196,7 +202,7 @@ def test_the_fast_loop_equals_one_row_at_a_time(
     num_blocks: int,
     num_sessions: int,
 ) -> None:
-    pair = Pair(num_blocks, num_sessions, reuse_order=order, enable_caching=caching)
+    pair = Pair(num_blocks, num_sessions, rng.choice([0, 1, 4, 16]), reuse_order=order, enable_caching=caching)
     next_number = 1
     for _ in range(25):
         at = rng.randrange(num_sessions)

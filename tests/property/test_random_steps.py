@@ -125,6 +125,7 @@ class Answer:
     num_appended: int
     num_rejected: int
     num_external: int
+    num_lookahead: int
     hit_allocated: list[int]
     outcome: Outcome
     num_prefix: int
@@ -147,6 +148,7 @@ def answers(step: Step, result: StepResult) -> Iterator[Answer]:
             step.num_appended_tokens[i],
             step.num_rejected_tokens[i],
             (step.num_external_tokens or zeros)[i],
+            step.num_lookahead_tokens[i],
             take(named, step.num_block_ids[i]),
             Outcome((result.outcomes or zeros)[i]),
             num_prefix,
@@ -202,11 +204,13 @@ rounds = st.builds(
 )
 
 
-def tamed(row: Row, known: Known | None) -> Operation:
+def tamed(row: Row, known: Known | None, reserve_tokens: int = 0) -> Operation:
     """Returns an operation that the request allows; None for a new request."""
     operation = row.operation
     if known is None:
         return operation if operation in DECLARING and row.tokens else Operation.APPEND
+    if operation is Operation.RESERVE and not (known.computed and reserve_tokens):
+        return Operation.APPEND
     if operation in BEFORE_BLOCKS and known.blocks:
         return Operation.ALLOCATE if operation is Operation.ADMIT else Operation.COMMON_PREFIX
     if operation is Operation.ADMIT and (known.hit_to_allocate or not known.tokens):
@@ -237,9 +241,10 @@ class RandomSteps(RuleBasedStateMachine):
         self.open_session()
 
     @precondition(lambda self: len(self.schedulers) < 3)
-    @rule()
-    def open_session(self) -> None:
-        self.schedulers.append(Scheduler(self.world.open(LEASE_SECONDS), self.world.now_seconds))
+    @rule(reserve_tokens=st.sampled_from([0, 3, 9]))
+    def open_session(self, reserve_tokens: int = 0) -> None:
+        session = self.world.open(LEASE_SECONDS, reserve_tokens=reserve_tokens)
+        self.schedulers.append(Scheduler(session, self.world.now_seconds))
 
     @precondition(lambda self: self.schedulers)
     @rule(which=st.integers(0, 2), opens=st.booleans())
@@ -401,7 +406,8 @@ class RandomSteps(RuleBasedStateMachine):
                 self.put(step, row, operation, number, requests.setdefault(number, Known()), is_new=True)
             else:
                 number = there[row.pick % len(there)]
-                operation = row.operation if row.wild else tamed(row, requests[number])
+                reserve_tokens = scheduler.session.reserve_tokens
+                operation = row.operation if row.wild else tamed(row, requests[number], reserve_tokens)
                 self.put(step, row, operation, number, requests[number])
         return step, requests
 
@@ -419,6 +425,8 @@ class RandomSteps(RuleBasedStateMachine):
         elif operation is Operation.ALLOCATE and not known.blocks:
             ids = known.hit_to_allocate
         new = row.new
+        if tame and operation is Operation.RESERVE:
+            new = 0
         if tame and operation is Operation.CACHE:
             new = min(new, known.computed - rejected)
         options = row.options
@@ -482,6 +490,9 @@ class RandomSteps(RuleBasedStateMachine):
                 del scheduler.requests[answer.number]
             case Operation.PREEMPT, _:
                 known.blocks, known.num_hit, known.computed, known.hit_to_allocate = [], 0, 0, []
+            case Operation.RESERVE, _:
+                del known.blocks[-(-(known.computed + answer.num_lookahead) // self.size) :]
+                known.blocks += answer.new
             case Operation.COMMON_PREFIX, _:
                 tables = [other.blocks for other in scheduler.requests.values() if other.blocks]
                 caching = self.world.pool.config.enable_caching

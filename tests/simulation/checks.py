@@ -9,14 +9,16 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from kvpool.client import aio
-from kvpool.client.request import Request
 from kvpool.core.blocks.integrity import IntegrityError
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.errors import KvpoolError, NotFoundError
+from kvpool.core.ids import GroupId
+from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.state import State
 from kvpool.v1 import allocator_pb2, step_pb2
 from simulation.grpc_call import Call, Status
+from simulation.scheduler_parts import Running
 from simulation.virtual_loop import Process
 from support.integrity import check_integrity
 from support.journal import assert_alike
@@ -189,8 +191,8 @@ class Checks:
 
     # At the scheduler.
 
-    def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
-        """See `Watcher`: checks that the server holds what the scheduler believes."""
+    def settled(self, session: aio.AsyncSession, running: list[Running]) -> None:
+        """See `Watcher`: checks that the server holds what the scheduler believes, its reserves included."""
         allocator = self._allocator()
         found = allocator.sessions.get(session.session_id) if allocator else None
         if found is None:
@@ -199,11 +201,42 @@ class Checks:
         if held.sequence != session.sequence:
             self._fail(f"the server made {held.sequence} changes, the scheduler knows of {session.sequence}")
         self._check_quota(held)
-        for request in running:
+        if session.reserve_tokens:
+            self.integrity()
+            self._check_reserves(*found)
+        for each in running:
+            request = each.request
             other = held.requests.get(request.request_id)
             tables = [list(table.block_ids) for table in other.tables] if other else None
-            if tables != request.block_ids:
-                self._fail(f"{request.request_id}: the scheduler knows {request.block_ids}, the server {tables}")
+            reserves = request.reserve_ids or [[] for _ in request.block_ids]
+            known = [table + reserve for table, reserve in zip(request.block_ids, reserves, strict=True)]
+            if tables != known:
+                self._fail(f"{request.request_id}: the scheduler knows {known}, the server {tables}")
+            if other and session.reserve_tokens:
+                self._check_visible(found[0], other, each.num_run_tokens)
+            if other and other.num_computed_tokens != request.num_sent_computed_tokens:
+                self._fail(f"{request.request_id}: the server counts {other.num_computed_tokens} computed tokens")
+            for table, given in zip(request.block_ids, each.tables, strict=False):
+                if len(given) != len(table) or any(a not in (0, b) for a, b in zip(table, given, strict=True)):
+                    self._fail(f"{request.request_id}: the scheduler was given {given}, and its table is {table}")
+
+    def _check_reserves(self, pool: KVCacheManager, session: Session) -> None:
+        """Checks that no other table has a block without computed tokens, and that no request can hit it."""
+        for request in session.requests.values():
+            for group_id, table in enumerate(request.tables):
+                first = -(-request.num_computed_tokens // pool.config.span_tokens(GroupId(group_id)))
+                for block in table.block_ids[first:]:
+                    if pool.blocks.ref_cnt(block) != 1 or pool.blocks.prefix_map.block_hash(block) is not None:
+                        self._fail(f"{request.request_id}: block {block} of the reserve is shared or cached")
+
+    def _check_visible(self, pool: KVCacheManager, request: Request, num_run_tokens: int) -> None:
+        """Checks that no other session finds blocks of a request that its steps have not filled yet."""
+        hashes = pool.blocks.prefix_map
+        for group_id, table in enumerate(request.tables):
+            first = num_run_tokens // pool.config.span_tokens(GroupId(group_id))
+            for block in table.block_ids[first:]:
+                if block and hashes.block_hash(block) is not None and block not in hashes.pending.steps:
+                    self._fail(f"{request.request_id}: all sessions find block {block}, which is not filled yet")
 
     def _check_quota(self, session: Session) -> None:
         tables = [table for request in session.requests.values() for table in request.tables]

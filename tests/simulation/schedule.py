@@ -399,4 +399,5 @@ class Schedule:
             self.trace,
             self.draw.quotas[number],
             max_in_flight=self.draw.max_in_flight[number],
+            reserve_tokens=self.draw.reserve_tokens[number],
         )

@@ -1,7 +1,7 @@
 """Parts of a simulated scheduler: jobs, the ranks, its observer, and its data on disk."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
@@ -50,6 +50,15 @@ class Running:
     """Whether its newest full blocks are not cached yet."""
     aborted: bool = False
     num_admissions: int = 0
+    num_run_tokens: int = 0
+    """Tokens whose contents are in its blocks: the hit, and what all ranks have computed."""
+    tables: list[list[int]] = field(default_factory=list)
+    """The blocks that the answers gave it, per group, of a session with slots in reserve."""
+
+    def take_blocks(self, new_blocks: Sequence[Sequence[int]]) -> None:
+        """Adds blocks to the tables."""
+        for table, blocks in zip(self.tables, new_blocks, strict=True):
+            table.extend(blocks)
 
     def keep_contents(self, num_tokens: int) -> None:
         """Forgets the contents after the first tokens, which will be computed with the engine's weights of then."""
@@ -71,7 +80,7 @@ class Ranks(Protocol):
 class Watcher(Protocol):
     """Compares a scheduler's view with the server's state."""
 
-    def settled(self, session: aio.AsyncSession, running: list[Request]) -> None:
+    def settled(self, session: aio.AsyncSession, running: list[Running]) -> None:
         """Called when all requests of the session have been answered."""
 
     def session_ended(self, session: aio.AsyncSession, error: KvpoolError) -> None:
@@ -95,6 +104,7 @@ class SchedulerSettings:
     max_running: int = 3
     max_in_flight: int = 1
     """Most steps that it launches before the first of them has run."""
+    reserve_tokens: int = 0
     deadline_seconds: float = 4.0
     weights: int = 1
     """Number of the weights that the engine loads, also after a restart."""
@@ -108,7 +118,7 @@ def computation_of(running: Running, start: int, weights: int) -> Computation:
         request.request_id,
         start,
         end,
-        tuple(map(tuple, request.block_ids)),
+        tuple(map(tuple, running.tables or request.block_ids)),
         tuple(tuple(of_group[:end]) for of_group in running.contents),
     )
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from kvpool.client import aio
 from kvpool.client.hashing import ExtraKeys
-from kvpool.client.results import Answer, HitChanged
+from kvpool.client.results import Answer, Decodes, HitChanged
 from kvpool.client.step_builder import StepBuilder
 from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, UnavailableError, WrongStateError
 from kvpool.core.ids import TableLease
@@ -48,6 +48,31 @@ class _Asked:
     answer: Answer
     start: int | None
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether a running request got no slots."""
+        return not self.answer.ok and self.start is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Requests that get a slot for one more token.
+
+    Attributes:
+        batch: The jobs and their requests.
+        starts: Number of tokens allocated before, of each.
+        answer: The answer of all.
+    """
+
+    batch: list[Running]
+    starts: list[int]
+    answer: Decodes
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a request got no slot."""
+        return bool(self.answer.refused)
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -76,6 +101,7 @@ class SchedulerProcess:
         self._in_flight: deque[_Launched] = deque()
         self._backoff_rounds = 0
         self._num_requests = 0
+        self._reserves = False
         self._computed: dict[str, int] = {}  # number of tokens that all ranks have computed, per running request
 
     async def main(self) -> None:
@@ -87,6 +113,7 @@ class SchedulerProcess:
             if session is None:
                 continue
             try:
+                self._reserves = session.reserve_tokens > 0
                 await self._serve(session)
                 await self._finish_all()
                 await self._close(session)
@@ -113,6 +140,7 @@ class SchedulerProcess:
                 min_blocks=low,
                 max_blocks=high,
                 weights_version=str(settings.weights),
+                reserve_tokens=settings.reserve_tokens,
             )
         except (*_UNSETTLED, NotFoundError, ExhaustedError, WrongStateError) as error:
             settings.trace("cannot open: %s", error.reason)
@@ -135,7 +163,12 @@ class SchedulerProcess:
             if self._random.random() < 0.1:
                 await self._do_something_odd(session)
             await self._round(session)
-            settings.watcher.settled(session, [running.request for running in self._running])
+            self._check_settled(session)
+
+    def _check_settled(self, session: aio.AsyncSession) -> None:
+        """Compares the session with the server, unless a step is in the background, which the next step settles."""
+        if session._protocol.unanswered() is None:
+            self._settings.watcher.settled(session, self._running)
 
     def _take_up_jobs(self, session: aio.AsyncSession) -> None:
         known = {id(running.job) for running in (*self._running, *self._waiting)}
@@ -150,13 +183,16 @@ class SchedulerProcess:
 
     async def _round(self, session: aio.AsyncSession) -> None:
         asked: list[_Asked] = []
+        decoded: list[_Decoded] = []
         gone = [running for running in self._running if running.job.is_done or running.aborted]
 
         def fill(step: StepBuilder) -> None:
             for running in gone:
                 self._computed.pop(running.request.request_id, None)
                 step.free(running.request)
-            for running in (each for each in self._running if each not in gone):
+            rest = [each for each in self._running if each not in gone]
+            decoded.extend(self._decode(step, rest))
+            for running in (each for each in rest if not any(each in one.batch for one in decoded)):
                 asked.extend(self._ask_for_more(step, running))
             if self._backoff_rounds:
                 self._backoff_rounds -= 1
@@ -168,10 +204,10 @@ class SchedulerProcess:
         if not await self._send(session, fill, self._random.choice((0, 0, 24))):
             return
         self._let_go(gone)
-        work = self._take_answers(asked)
+        work = self._take_answers(asked) + self._take_decodes(decoded)
         if work:
             await self._compute(session, work)
-        if any(not one.answer.ok and one.start is not None for one in asked):
+        if any(one.is_refused for one in asked) or any(one.is_refused for one in decoded):
             await self._make_room(session)
         elif not work and not gone:
             await self._pause()
@@ -201,15 +237,59 @@ class SchedulerProcess:
         )
         return [_Asked(running, answer, num_computed)]
 
+    def _decode(self, step: StepBuilder, running: list[Running]) -> "list[_Decoded]":
+        """Asks for the next token of those requests that lack one, as an engine with slots in reserve does."""
+        if not self._reserves:
+            return []
+        random = self._random
+        batch = [
+            each
+            for each in running
+            if not each.is_delayed and each.request.num_tokens == each.request.num_computed_tokens + 1
+        ]
+        batch = [each for each in batch if random.random() < 0.9]
+        starts = [each.request.num_computed_tokens for each in batch]
+        in_flight = [
+            start - self._computed.get(each.request.request_id, 0) for each, start in zip(batch, starts, strict=True)
+        ]
+        answer = step.decode(
+            [each.request for each in batch],
+            num_lookahead_tokens=random.choice((0, 0, 0, 2)),
+            num_in_flight_tokens=in_flight,
+        )
+        return [_Decoded(batch, starts, answer)]
+
+    def _take_decodes(self, decoded: "list[_Decoded]") -> list[Computation]:
+        work: list[Computation] = []
+        for one in decoded:
+            for place, running in enumerate(one.batch):
+                if place not in one.answer.refused:
+                    running.take_blocks(one.answer.new_blocks[place])
+                    if not self._is_dropped(running):
+                        work.append(computation_of(running, one.starts[place], self._settings.weights))
+        return work
+
+    def _is_dropped(self, running: Running) -> bool:
+        """Sometimes aborts a request that decodes on credit before its computation is launched, if it need not run."""
+        request, may_drop = running.request, self._settings.max_in_flight == 1 and self._executed
+        if may_drop and request.num_sent_computed_tokens < request.num_computed_tokens and self._random.random() < 0.05:
+            running.aborted = True
+            return True
+        return False
+
     async def _send(
         self, session: aio.AsyncSession, fill: Callable[[StepBuilder], None], budget_tokens: int = 0
     ) -> bool:
-        """Sends a step and waits until it is settled; False if it was refused for now."""
+        """Sends a step and waits until it is settled or in the background; False if it was refused for now."""
+        is_filled = False
         try:
             async with session.step(admission_budget_tokens=budget_tokens, **self._sequences(session)) as step:
+                self._check_settled(session)
+                is_filled = True
                 fill(step)
         except _UNSETTLED:
             await self._settle(session)
+            return is_filled or await self._send(session, fill, budget_tokens)
         except ExhaustedError:
             await self._pause()
             return False
@@ -242,6 +322,10 @@ class SchedulerProcess:
                 start = one.answer.num_hit_tokens
                 self._waiting.remove(running)
                 self._running.append(running)
+                running.tables = [list(blocks) for blocks in one.answer.hit_blocks] if self._reserves else []
+                running.num_run_tokens = start
+            if self._reserves:
+                running.take_blocks(one.answer.new_blocks)
             work.append(computation_of(running, start, self._settings.weights))
         return work
 
@@ -291,17 +375,20 @@ class SchedulerProcess:
             await self._finish_first()
 
     def _note_executed(self, sequence: int, computed: "list[tuple[Running, int, int]]") -> None:
-        self._executed = sequence
+        if any(each.sequence == sequence for each in self._in_flight):  # work on credit, which ends with this number
+            sequence -= 1
+        self._executed = max(self._executed, sequence)
         for running, num_admissions, num_tokens in computed:
             if running in self._running and running.num_admissions == num_admissions:
-                self._computed[running.request.request_id] = num_tokens
+                self._computed[running.request.request_id] = running.num_run_tokens = num_tokens
 
     def _generate(self) -> None:
         """Draws the next tokens. A scheduler that runs ahead knows them early, as if it had guessed them."""
         for running in self._running:
             job, request = running.job, running.request
             if request.num_computed_tokens == request.num_tokens and not job.is_done:
-                job.token_ids.append(self._random.randint(0, 2))
+                # With reserves, equal prompts continue alike, so that sessions hit what others decoded.
+                job.token_ids.append(0 if self._reserves and sum(job.token_ids) == 0 else self._random.randint(0, 2))
                 request.append(job.token_ids[-1:])
 
     async def _make_room(self, session: aio.AsyncSession) -> None:
@@ -384,5 +471,7 @@ class SchedulerProcess:
             if request.num_computed_tokens:
                 self._waiting.remove(running)
                 self._running.append(running)
+                running.tables = [list(blocks) for blocks in request.block_ids] if self._reserves else []
+                running.num_run_tokens = computed.num_tokens
                 await self._compute(session, [computation_of(running, computed.num_tokens, self._settings.weights)])
             return

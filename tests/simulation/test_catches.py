@@ -12,16 +12,22 @@ from typing import Any
 
 import pytest
 
+from kvpool.client import reserves, result_reader, step_builder
+from kvpool.client.reserves import hand_over
+from kvpool.client.step_builder import StepBuilder
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.free_list import FreeList
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.blocks.steps_in_flight import StepsInFlight
-from kvpool.core.execution import end_session
+from kvpool.core.execution import apply, end_session
+from kvpool.core.ids import RequestNumber, StepNumber
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
+from kvpool.core.steps.columns import Operation, Step
 from kvpool.lending.fence import Fence
 from kvpool.server import app
 from kvpool.server.cluster.messages import acknowledgement
@@ -34,6 +40,7 @@ from simulation.run import run_batch
 from simulation.world import draw_world
 
 TRIES = 1000
+_GIVE_BACK = SlotAllocator.give_back
 Patch = tuple[Any, str, Any]
 Bug = tuple[tuple[int, ...], *tuple[Patch, ...]]
 """Seeds of schedules that found a bug soonest, and what makes the bug."""
@@ -103,6 +110,67 @@ def _lives(*_: object) -> bool:
     return True
 
 
+def _reserves_at_any_cost(  # noqa: PLR0913, PLR0917 - as the original
+    self: SlotAllocator,
+    request: Any,
+    hit: Any,
+    counts: Any,
+    found: Any,
+    num_slots: int,
+    num_encoder_tokens: int,
+    _: Any,
+) -> Any:
+    wanted = [
+        manager.num_missing_blocks(table, min(num_slots, self._max_tokens), num_encoder_tokens) - len(blocks)
+        for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
+    ]
+    fits = request.reserve_tokens and sum(max(count, 0) for count in wanted) <= self._blocks.num_available_blocks
+    return (wanted, found) if fits else (counts, found)
+
+
+def _counts_again(real: Callable[..., Any]) -> Callable[..., Any]:
+    last: dict[str, Step] = {}  # a repeated one is not decoded
+
+    def apply_step(pool: KVCacheManager, session: Session, step: Step, message: bytes = b"") -> Any:
+        is_repeated, step_before = session.sequence == step.sequence, last.get(session.session_id)
+        result = real(pool, session, step, message)
+        if not is_repeated:
+            last[session.session_id] = step
+        elif step_before and Operation.RESERVE in step_before.operations:
+            for number, num_taken in zip(step_before.request_numbers, step_before.num_taken_tokens, strict=False):
+                if request := session.by_number.get(RequestNumber(number)):
+                    request.num_computed_tokens += num_taken
+        return result
+
+    return apply_step
+
+
+def _caches_uncertain(self: Any, _: int, row: Any) -> None:
+    self._withdraw_pending(row.request)
+    if row.has_taken and row.request.reserve_tokens:
+        self._pool.cache_blocks(row.request, row.num_computed_tokens, sequence=self._sequence)
+    self._pool.free(row.request)
+    self._session.forget(row.request)
+
+
+def _publishes_early(real: Callable[..., Any]) -> Callable[..., Any]:
+    def reserve(*arguments: Any, **options: Any) -> Any:
+        return real(*arguments, **{**options, "sequence": StepNumber(1)})
+
+    return reserve
+
+
+def _hands_over_twice(request: Any, spans: Any, num_tokens: int) -> Any:
+    before = [list(each) for each in request.reserve_ids]
+    new = hand_over(request, spans, num_tokens)
+    request.reserve_ids = before
+    return new
+
+
+def _gives_back_all(real: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, requests, _: real(self, requests, {})
+
+
 BUGS: dict[str, Bug] = {
     "a repeated change is applied again": ((17,), (Session, "remembered_result", _no_answer)),
     "a block is hit by others before it is filled": ((4, 2), (PrefixMap, "is_visible", lambda *_: True)),
@@ -117,9 +185,45 @@ BUGS: dict[str, Bug] = {
     "a rank admits the steps of all sessions": ((2,), (Fence, "_is_live", _lives)),
     "a rank answers while a step is in flight": ((2, 145), (Fence, "pending", property(lambda _: ()))),
     "a change is journaled after its answer": ((7,), (Journal, "record", _writes_later(Journal.record))),
-    "blocks of an ended session are reallocated at once": ((2,), (end_session, "quarantine_session", _frees_at_once)),
+    "blocks of an ended session are reallocated at once": (
+        (63, 2),
+        (end_session, "quarantine_session", _frees_at_once),
+    ),
     "blocks are reallocated while a step in flight uses them": ((17,), (StepsInFlight, "begin_frees", _begins_nothing)),
     "blocks that wait for steps count to no maximum": ((231,), (FreeList, "put_own_first", lambda *_: None)),
+    "a reserve takes blocks of another session's minimum": (
+        (2, 24),
+        (SlotAllocator, "_with_reserve", _reserves_at_any_cost),
+    ),
+    "a repeated report of slots taken counts again": (
+        (140, 32),
+        (apply, "apply_step", _counts_again(apply.apply_step)),
+    ),
+    "a free caches what no step is certain to compute": (
+        (23, 24),
+        (apply, "_HANDLERS", {**apply._HANDLERS, Operation.FREE: _caches_uncertain}),
+    ),
+    "a reserve is given back with a computed block": (
+        (32, 82),
+        (SlotAllocator, "give_back", lambda self, *arguments: _GIVE_BACK(self, arguments[0], arguments[1] - 1)),
+    ),
+    "what was computed in a reserve is hit before it has run": (
+        (33, 101),
+        (KVCacheManager, "reserve", _publishes_early(KVCacheManager.reserve)),
+    ),
+    "a block of a reserve is handed over twice": (
+        (2, 23),
+        (reserves, "hand_over", _hands_over_twice),
+        (result_reader, "hand_over", _hands_over_twice),
+    ),
+    "a session keeps what it gives back": (
+        (2, 24),
+        (step_builder, "cut", lambda request, *_: [[] for _ in request.block_ids]),
+    ),
+    "a session gives back slots that the same step takes": (
+        (32, 46),
+        (StepBuilder, "_give_back", _gives_back_all(StepBuilder._give_back)),
+    ),
 }
 
 
@@ -167,7 +271,7 @@ SHARD_BUGS: dict[str, Bug] = {
     "a step is not confirmed": ((10,), _confirms("AllocatorService/Schedule")),
     "a member is added before it caught up": ((158,), (Standbys, "await_joining", _adds_early(Standbys.await_joining))),
     "epochs of a new primary do not depend on its term": (
-        (50,),
+        (10, 50),
         (app, "EPOCHS_PER_TERM", 0),
         (Membership, "register", _knows_no_epoch(Membership.register)),
     ),

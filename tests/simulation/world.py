@@ -1,6 +1,6 @@
 """The world of one schedule: the pool, the ranks, the schedulers and their work, drawn from its seed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 
 from kvpool.core.ids import PoolName
@@ -19,6 +19,8 @@ DEAD_PEER_SECONDS = 2.0
 _PAGE_BYTES = 2**14
 _DRAW_OF_AHEAD = 38
 """The draw that decides on steps in flight: with this one, the seeds of `test_catches` keep their schedules."""
+_DRAW_OF_RESERVES = 60
+"""The draw that decides on slots in reserve, for the same reason."""
 _NUMBERS_OF_SERVERS = (1, 1, 1, 1, 1, 1, 2, 3)
 
 
@@ -31,6 +33,7 @@ class Draw:
         min_in_sync: See `ClusterConfig`.
         confirm_seconds: See `ClusterConfig`.
         max_in_flight: Most steps that each scheduler has in flight.
+        reserve_tokens: Slots that the requests of each scheduler hold in reserve; 0 for none.
     """
 
     config: PoolConfig
@@ -44,6 +47,7 @@ class Draw:
     min_in_sync: int
     confirm_seconds: float
     max_in_flight: tuple[int, ...]
+    reserve_tokens: tuple[int, ...]
 
     @property
     def is_shard(self) -> bool:
@@ -89,7 +93,7 @@ def draw_world(random: Random) -> Draw:
     )
     num_schedulers = random.choice((1, 2, 2, 3, 3, 4))
     num_servers = random.choice(_NUMBERS_OF_SERVERS)
-    return Draw(
+    draw = Draw(
         config,
         random.choice((1, 1, 2, 2, 3)),
         num_schedulers,
@@ -101,7 +105,9 @@ def draw_world(random: Random) -> Draw:
         random.choice((1, 1, 1, 2)),
         random.choice((0.5, 5.0)),
         _draw_in_flight(random, num_schedulers),
+        (0,) * num_schedulers,
     )
+    return _with_reserves(random, draw)
 
 
 def _draw_specs(random: Random) -> list[KVCacheSpec]:
@@ -122,11 +128,33 @@ def _draw_quota(random: Random, need: int, num_blocks: int) -> tuple[int, int]:
 
 def _draw_in_flight(random: Random, num_schedulers: int) -> tuple[int, ...]:
     """Draws one step in flight for all schedulers, or up to three. The schedule's own draws do not depend on it."""
+    own, draw = _own_draws(random, _DRAW_OF_AHEAD)
+    choices = (1, 2, 3) if draw < 0.35 else (1,)
+    return tuple(own.choice(choices) for _ in range(num_schedulers))
+
+
+def _with_reserves(random: Random, draw: Draw) -> Draw:
+    """Draws whether sessions hold slots in reserve; if so, jobs that use them. As for the steps in flight."""
+    own, chance = _own_draws(random, _DRAW_OF_RESERVES)
+    if chance >= 0.4:
+        return draw
+    longer = tuple(tuple(_decoding_job(own, job) for job in jobs) for jobs in draw.jobs)
+    num_blocks = draw.config.num_blocks + own.choice((0, 0, 10, 40))
+    reserves = tuple(own.choice((0, 4, 16, 16)) for _ in draw.jobs)
+    return replace(draw, config=replace(draw.config, num_blocks=num_blocks), jobs=longer, reserve_tokens=reserves)
+
+
+def _decoding_job(random: Random, job: Job) -> Job:
+    """A job that decodes longer, some from a short prompt that others have too."""
+    prompt = job.token_ids[: random.choice((4, 8, MAX_TOKENS))]
+    return replace(job, token_ids=prompt, num_tokens=min(job.num_tokens + random.choice((0, 8, 24)), MAX_TOKENS))
+
+
+def _own_draws(random: Random, count: int) -> tuple[Random, float]:
+    """A source that continues the schedule's own, which does not move, and the draw of this number from it."""
     own = Random()  # noqa: S311 - a simulation
     own.setstate(random.getstate())
-    draws = [own.random() for _ in range(_DRAW_OF_AHEAD)]
-    choices = (1, 2, 3) if draws[-1] < 0.35 else (1,)
-    return tuple(own.choice(choices) for _ in range(num_schedulers))
+    return own, [own.random() for _ in range(count)][-1]
 
 
 def _draw_jobs(random: Random, scheduler: int) -> list[Job]:

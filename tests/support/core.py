@@ -204,6 +204,7 @@ def snapshot(pool: KVCacheManager, sessions: list[Session]) -> object:
                 s.sequence,
                 s.executed_sequence,
                 s.launched_sequence,
+                s.owes_reserve,
                 repr(s.holding),
                 [repr(request) for request in s.requests.values()],
             )

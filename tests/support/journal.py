@@ -17,6 +17,7 @@ from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.pending_blocks import PendingBlocks
 from kvpool.core.blocks.prefix_map import PrefixMap
+from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.blocks.state_readers import StateReaders
 from kvpool.core.commands import Command
 from kvpool.core.errors import KvpoolError
@@ -57,6 +58,7 @@ NOT_RESTORED: dict[tuple[type, str], str] = {
     **dict.fromkeys(_WHILE_READ, "ends with a snapshot"),
     (State, "new_block_lifetimes"): "each process has its own",
     **dict.fromkeys(((State, "_sample_key"), (KVCacheManager, "_sample_key")), "each process draws its own"),
+    (SlotAllocator, "reserve_floor_blocks"): "is set by each step",
     (KVCacheManager, "hit_curve"): "follows from the key",
     (KVCacheManager, "block_lifetimes"): "each process draws its own sample",
     (BlockPool, "block_lifetimes"): "each process draws its own sample",
@@ -322,6 +324,7 @@ class Traffic:
             open_key=key,
             memory_id="other" if self._opened % 7 == 0 else "one",
             namespace=b"" if self._salts_hashes else salt,
+            reserve_tokens=self._opened % 3 * 4,
         )
         return opened[1].session_number
 
@@ -349,7 +352,9 @@ class Traffic:
                 if self._random.random() < 0.3:
                     self._put(step, session, self._random.choice([Operation.FREE, Operation.PREEMPT]), number, 0)
                 elif running:
-                    self._put(step, session, Operation.ALLOCATE, number, self._random.randint(0, 9))
+                    reports = session.reserve_tokens and self._random.random() < 0.4
+                    operation = Operation.RESERVE if reports else Operation.ALLOCATE
+                    self._put(step, session, operation, number, self._random.randint(0, 9))
                 else:
                     self._put(step, session, Operation.ADMIT, number, 0)
             named.add(number)
@@ -373,6 +378,7 @@ class Traffic:
         step.declares.append(number != 0 and request is None)
         step.num_appended_tokens.append(grown)
         step.num_new_tokens.append(self._random.randint(1, 9) if operation is Operation.ALLOCATE else 0)
+        step.num_lookahead_tokens.append(self._random.choice([0, 9]) if operation is Operation.RESERVE else 0)
         encoder = 8 if any(isinstance(group.spec, CrossAttentionSpec) for group in self._config.groups) else 0
         step.num_encoder_tokens.append(encoder if operation is Operation.ADMIT else 0)
         if self._config.makes_events:

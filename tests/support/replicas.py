@@ -6,11 +6,13 @@ import ssl
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from kvpool.core.blocks.free_list import FreeListSnapshot
 from kvpool.core.errors import KvpoolError, NotPrimaryError
-from kvpool.core.ids import GroupId
+from kvpool.core.ids import BlockId, GroupId
 from kvpool.core.pools.snapshots import PoolSnapshot, StateSnapshot
 from kvpool.core.sessions.session import Session
 from kvpool.core.snapshots import Column
@@ -251,8 +253,21 @@ def _normalized_pool(pool: PoolSnapshot) -> PoolSnapshot:
     sessions, ended = list(pool.sessions.values), list(pool.quarantined.values)
     for session in (*sessions, *(each.session for each in ended)):
         _forget_lease(session)
-    blocks = replace(pool.blocks, evicted_held=sorted(pool.blocks.evicted_held))
+    free_list = _without_skipped(pool.blocks.free_list)
+    blocks = replace(pool.blocks, free_list=free_list, evicted_held=sorted(pool.blocks.evicted_held))
     return replace(pool, blocks=blocks, sessions=Column(sessions), quarantined=Column(ended))
+
+
+def _without_skipped(free_list: FreeListSnapshot) -> FreeListSnapshot:
+    """Leaves out the entries of chunks that are to be skipped, as a restored list does."""
+    column, entries = list(free_list.column.values), iter(list(free_list.chunk_entries.values))
+    lengths, kept = [], list[BlockId]()
+    for number, length in free_list.chunk_lengths.values:
+        found = [each for each in islice(entries, length) if column[each] == -number] if number else []
+        kept += found
+        lengths.append((number, len(found) if number else length))
+    lengths = [each for each in lengths if each[1]]
+    return replace(free_list, column=Column(column), chunk_lengths=Column(lengths), chunk_entries=Column(kept))
 
 
 def _forget_lease(session: Session) -> None:

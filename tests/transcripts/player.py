@@ -228,6 +228,7 @@ class Player:
             info.activity.operations += self._num_declared[pool]  # once, a declaration was an operation of its own
             info.config.ClearField("allow_too_few_blocks")  # was not there
             info.ClearField("weights_versions")  # was not there, either
+            info.activity.ClearField("waits_exact")  # nor was this
             for group in info.groups:
                 group.ClearField("misses")  # nor was this
             held = [_held(each) for each in pool.sessions.values()]

@@ -57,8 +57,8 @@ def test_one_file_of_the_worker_speaks_the_worker_protocol() -> None:
         {path.name for path in Path(*package.__path__).rglob("*.py") if uses_the_wire(path)}
         for package in (kvpool.gpu_worker, kvpool.lending)
     )
-    assert users == {"stream.py", "worker_health.py"}
-    assert lending == {"lender_client.py", "connection.py", "process_connection.py", "requests.py"}
+    assert users == {"stream.py", "worker_health.py", "lent_rank.py"}  # the last makes the offer of a lender
+    assert lending == {"lender_client.py", "connection.py", "process_connection.py", "requests.py", "rank.py"}
 
 
 def test_metrics_and_health_of_a_rank_need_no_torch() -> None:

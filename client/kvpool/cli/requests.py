@@ -18,6 +18,7 @@ COLUMNS: Final[tuple[Column[tuple[str, RequestInfo]], ...]] = (
     Column("TOKENS", lambda row: f"{row[1].num_tokens:,}"),
     Column("COMPUTED", lambda row: f"{row[1].num_computed_tokens:,}"),
     Column("BLOCKS", lambda row: blocks_by_group(row[1].held_blocks)),
+    Column("RESERVE", lambda row: f"{row[1].reserve_blocks:,}"),
     Column("PREEMPTED", lambda row: f"{row[1].num_preemptions:,}"),
     Column("LORA", lambda row: row[1].lora_name, is_text=True),
 )

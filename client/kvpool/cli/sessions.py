@@ -19,6 +19,7 @@ COLUMNS: Final[tuple[Column[SessionInfo], ...]] = (
     Column("RUN", lambda info: f"{info.running_requests:,}"),
     Column("WAIT", lambda info: f"{info.requests - info.running_requests:,}"),
     Column("BLOCKS", lambda info: blocks_by_group(info.held_blocks)),
+    Column("RESERVE", lambda info: f"{info.reserve_tokens:,}"),
     Column("STEPS", lambda info: f"{info.sequence:,}"),
     Column("AGE", lambda info: duration(info.age_seconds)),
     Column("IDLE", lambda info: "stream" if info.streaming else duration(info.idle_seconds)),

@@ -72,7 +72,7 @@ class AsyncSession(SessionBase):
     set_weights_version = SessionBase._set_weights_version
     pool = SessionBase._pool
     close = SessionBase._close
-    send = SessionBase._send
+    send = SessionBase._send_collected
     begin = SessionBase._begin
 
     async def __aenter__(self) -> Self:
@@ -86,16 +86,16 @@ class AsyncSession(SessionBase):
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AsyncIterator[StepBuilder]:
         """See `Session.step`."""
-        builder = self.new_step(admission_budget_tokens, executed_sequence, launched_sequence)
+        builder = await self._new_settled_step(admission_budget_tokens, executed_sequence, launched_sequence)
         yield builder
-        await self._send(builder)
+        await self.send(builder)
 
     @asynccontextmanager
     async def begin_step(
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
     ) -> AsyncIterator[StepBuilder]:
         """See `Session.begin_step`."""
-        builder = self.new_step(admission_budget_tokens, executed_sequence, launched_sequence)
+        builder = await self._new_settled_step(admission_budget_tokens, executed_sequence, launched_sequence)
         yield builder
         await self._begin(builder)
 

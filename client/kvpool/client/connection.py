@@ -124,6 +124,7 @@ class ClientBase(Generic[_SessionT]):
         max_blocks: int = 0,
         memory_id: str = "",
         weights_version: str = "",
+        reserve_tokens: int = 0,
     ) -> _SessionT:
         """Opens a session on a pool for this scheduler.
 
@@ -143,6 +144,9 @@ class ClientBase(Generic[_SessionT]):
             weights_version: Version of the weights with which the engine computes, at most 256 bytes, equal in engines
                 with the same weights. Requests hit blocks of sessions with an equal version only. See
                 `Session.set_weights_version`.
+            reserve_tokens: Number of tokens for which running requests hold slots beyond those that they need, at most
+                4,096, while enough blocks are free. Decodes take them without waiting for the service. Other sessions
+                then find a full block up to 4 steps later. 0: blocks are taken in the order in which vLLM takes them.
 
         Raises:
             InvalidArgumentError: An argument is out of range.
@@ -151,7 +155,9 @@ class ClientBase(Generic[_SessionT]):
         """
         check_range("lease_seconds", lease_seconds, 0.0, MAX_LEASE_SECONDS)
         name = client_name if client_name.strip() else process_name()
-        options = SessionOptions(pool, name, lease_seconds, min_blocks, max_blocks, memory_id, weights_version)
+        options = SessionOptions(
+            pool, name, lease_seconds, min_blocks, max_blocks, memory_id, weights_version, reserve_tokens
+        )
         return self._session(await self._service.open_session(options))
 
     async def _close(self) -> None:

@@ -31,7 +31,7 @@ def _one_row(
 
     @wraps(add)
     async def call(session: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:  # noqa: ANN401 - see session.py
-        builder = session.new_step()
+        builder = await session._new_settled_step()  # noqa: SLF001 - a method of SessionBase
         answer = add(builder, *args, **kwargs)
         await session._send(builder)  # noqa: SLF001 - a method of SessionBase
         if answer.outcome is Outcome.NEVER_FITS:  # not None, which would have a scheduler try again without end

@@ -4,11 +4,15 @@
    result is applied. A refused step leaves the session's copy unchanged, as it leaves the server's state.
 2. A step without an answer stays the next step to send: the same number gets the same answer again.
 3. Allocations within a request's credit are answered here. Their sum is sent with the next operation on the request.
+   Their requests may take more of it while a step that no scheduler waits for has no answer.
 4. Once the server has reported the end of the session, every later step raises the same error and is not sent.
 """
 
+from collections.abc import Sequence
 from typing import Final
 
+from kvpool.client.request import Request
+from kvpool.client.reserves import REPORT_STEPS, due, note_run_tokens, take_slots
 from kvpool.client.result_reader import ResultReader
 from kvpool.client.step_builder import StepBuilder, StepFormat
 from kvpool.core.errors import (
@@ -22,12 +26,13 @@ from kvpool.core.errors import (
 from kvpool.core.ids import BlockId, GroupId, StepNumber
 from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import LEAVING, MAX_CREDIT_ALLOCATIONS, Operation, Step, StepResult
+from kvpool.core.steps.columns import LEAVING, MAX_CREDIT_ALLOCATIONS, Operation, Outcome, Step, StepResult
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 _OWN_REASONS: Final = frozenset(("CLOSED", "FORKED"))
 """Errors that the client raises itself. The service may have applied the step."""
-_CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE))
+_SHORT: Final = frozenset((Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
+_CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE, Operation.RESERVE))
 
 
 def is_refusal(error: KvpoolError) -> bool:
@@ -49,11 +54,19 @@ class SessionProtocol:
     Attributes:
         sequence: Number of the last step that was answered.
         free_blocks: Blocks that the session could be given when that step was answered; 0 before the first.
+        is_in_background: Whether a step without an answer is one that no scheduler waits for.
     """
 
-    def __init__(self, config: PoolConfig) -> None:
+    def __init__(self, config: PoolConfig, reserve_tokens: int = 0) -> None:
         self._format = StepFormat.of(config)
-        self._reader = ResultReader(config)
+        self._reserve_tokens = reserve_tokens
+        self._gives_back = False
+        """Whether the next requests on credit give their reserves back: another session was refused blocks."""
+        self._num_unreported = 0
+        """Steps with allocations on credit since reserves were last looked at."""
+        self._refused: StepBuilder | None = None
+        """The last step, if it was refused blocks."""
+        self._reader = ResultReader(config, self._format.spans, reserves=reserve_tokens > 0)
         self._num_on_credit = 0
         """Allocations on credit since the last step that was sent."""
         self._awaited_sequence = 0
@@ -64,6 +77,7 @@ class SessionProtocol:
         self._round_number = 0
         """Number of steps that were answered, here or by the service."""
         self._over: KvpoolError | None = None
+        self.is_in_background = False
         self.sequence = 0
         self.free_blocks = 0
         self.copies: list[BlockCopy] = []
@@ -79,11 +93,65 @@ class SessionProtocol:
         Raises:
             KvpoolError: As `check_settled`.
         """
-        if self._over or self._unanswered:
+        if self._over or (self._unanswered and not self.is_in_background):
             raise self._refusal()
         return StepBuilder(
-            self._format, self._round_number, admission_budget_tokens, executed_sequence, launched_sequence
+            self._format,
+            self._round_number,
+            Step(0, executed_sequence, launched_sequence, admission_budget_tokens),
+            reserve_tokens=self._reserve_tokens if self._is_report_due and not self._unanswered else 0,
+            gives_back=self._gives_back,
         )
+
+    def _count_decodes(self, builder: StepBuilder) -> None:
+        if builder.on_credit:
+            self._num_unreported = 0 if builder.reports else self._num_unreported + 1
+            self._gives_back = self._gives_back and not builder.reports
+
+    def decode_on_credit(
+        self,
+        requests: Sequence[Request],
+        num_slots: int,
+        executed_sequence: int,
+        num_in_flight_tokens: Sequence[int],
+    ) -> dict[int, list[list[int]]] | None:
+        """Takes a slot for one more token of each request, if that needs no step now.
+
+        Args:
+            requests: The requests, each once.
+            num_slots: Number of slots that each must hold: for its token, and for drafts.
+            executed_sequence: See `Session.step`.
+            num_in_flight_tokens: See `StepBuilder.decode`.
+
+        Returns:
+            The blocks of requests that got any, per group, by place. None, and nothing was changed, if a request holds
+            too few slots, or the service needs a report.
+        """
+        step_format = self._format
+        if self._over or (self._unanswered and not self.is_in_background):
+            return None
+        is_looked_at = self._is_report_due and not self._unanswered
+        if is_looked_at:
+            is_awaited = self._reported_sequence < min(executed_sequence, self._awaited_sequence)
+            if self._gives_back or is_awaited or due(requests, self._reserve_tokens, step_format.report_tokens):
+                return None
+        short = [i for i, request in enumerate(requests) if request.num_credit_tokens < num_slots]
+        for place in short:
+            if requests[place].num_held_tokens < num_slots:
+                return None
+        new = {i: take_slots(requests[i], step_format.spans, num_slots, step_format.max_tokens) for i in short}
+        if step_format.has_windows:
+            note_run_tokens(requests, num_in_flight_tokens)
+        for request in requests:
+            request.num_credit_tokens -= 1
+        self._num_on_credit += len(requests)
+        self._round_number += 1
+        self._num_unreported = 0 if is_looked_at else self._num_unreported + 1
+        return new
+
+    @property
+    def _is_report_due(self) -> bool:
+        return self._gives_back or self._num_unreported >= REPORT_STEPS - 1
 
     def answer_on_credit(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
         """Answers a step without rows here, if it need not be sent. Returns whether it did.
@@ -95,16 +163,20 @@ class SessionProtocol:
         Raises:
             KvpoolError: As `encode`.
         """
-        if self._over or self._unanswered or builder.round_number != self._round_number:
+        if self._over or builder.round_number != self._round_number or (self._unanswered and not self.is_in_background):
             raise self._refusal()
         executed = builder.step.executed_sequence
-        if executed > self.sequence or (executed and not builder.on_credit):
-            return False
         if builder.on_credit and not is_fresh:
             return False
-        if self._reported_sequence < min(executed, self._awaited_sequence):
-            return False
+        if not self._unanswered:  # else a report has to wait
+            if executed > self.sequence or (executed and not builder.on_credit):
+                return False
+            is_awaited = self._reported_sequence < min(executed, self._awaited_sequence)
+            if is_awaited and (builder.reports or not self._reserve_tokens):
+                return False
         self._round_number += 1
+        if self._reserve_tokens:
+            self._count_decodes(builder)
         builder.take_credit()
         self._num_on_credit += len(builder.on_credit)
         return True
@@ -121,6 +193,12 @@ class SessionProtocol:
         num_on_credit = min(self._num_on_credit + len(builder.on_credit), MAX_CREDIT_ALLOCATIONS)
         step = builder.complete(self.sequence + 1, num_on_credit)
         builder.is_sent = True
+        if self._reserve_tokens:
+            self._count_decodes(builder)
+            self.is_in_background = not builder.waits
+        if self.is_in_background:
+            self._num_on_credit = num_on_credit
+            builder.take_credit()
         self._unanswered = (step, builder)
         return step
 
@@ -136,16 +214,22 @@ class SessionProtocol:
         self._reader.check_shape(step, result)
         if result.copied_block_ids:
             self._reader.check_copies(result.copied_block_ids)
-        self._unanswered = None
+        was_in_background, self.is_in_background, self._unanswered = self.is_in_background, False, None
         self._round_number += 1
         self.sequence, self.free_blocks = step.sequence, result.free_blocks
-        self._num_on_credit = 0
+        self._num_on_credit = self._num_on_credit - step.num_credit_allocations if was_in_background else 0
+        self._gives_back = self._gives_back or result.reserve_wanted
+        self._refused = builder if self._reserve_tokens and not _SHORT.isdisjoint(result.outcomes) else None
         builder.take_credit()
         self._reported_sequence = max(self._reported_sequence, step.executed_sequence)
         if not _CACHING.isdisjoint(step.operations):
             self._awaited_sequence = step.sequence
-        elif step.launched_sequence > step.executed_sequence and not LEAVING.isdisjoint(step.operations):
-            self._awaited_sequence = max(self._awaited_sequence, step.launched_sequence)
+        elif (self._reserve_tokens or step.launched_sequence > step.executed_sequence) and not LEAVING.isdisjoint(
+            step.operations
+        ):
+            self._awaited_sequence = max(
+                self._awaited_sequence, step.launched_sequence, self._reserve_tokens and step.sequence
+            )
         self._reader.apply(step, builder, result)
         if result.copied_block_ids:
             copied = iter(result.copied_block_ids)
@@ -153,6 +237,16 @@ class SessionProtocol:
                 BlockCopy(GroupId(group_id), BlockId(source), BlockId(target), StepNumber(step.sequence))
                 for group_id, source, target in zip(copied, copied, copied, strict=True)
             ]
+
+    def new_retry(self) -> StepBuilder | None:
+        """Asks again for what the last step was refused, if the session holds a reserve to give back before."""
+        refused, self._refused = self._refused, None
+        if refused is None:
+            return None
+        step = refused.step
+        reports = Step(0, step.executed_sequence, step.launched_sequence)
+        builder = StepBuilder(self._format, self._round_number, reports)
+        return builder if builder.ask_again(refused, self._reader.holders) else None
 
     def check_settled(self) -> None:
         """Raises the error that ended the session, or WrongStateError if a step that was sent has no answer yet."""
@@ -165,13 +259,14 @@ class SessionProtocol:
 
     def fail(self, error: KvpoolError) -> None:
         """Handles the error of a step. A refusal changed nothing; after any other error it stays without an answer."""
-        if is_refusal(error):
-            self._unanswered = None
+        if is_refusal(error) and self._unanswered:
+            self._unanswered[1].restore_reserves()
+            self._unanswered, self.is_in_background = None, False
 
     def end(self, error: KvpoolError) -> None:
         """Ends the session, with the error that every later step raises."""
         self._over = error
-        self._unanswered = None
+        self._unanswered, self.is_in_background = None, False
 
     def executed(self, executed_sequence: int) -> None:
         """Records that the steps up to this one were reported as executed."""

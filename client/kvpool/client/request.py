@@ -34,6 +34,10 @@ class Request:
             service. Kept by the session.
         num_credit_tokens: Credit that is left; none if negative. Counted down: most decodes change only this and the
             tokens.
+        reserve_ids: Blocks of each group that it holds beyond its block tables, in reserve; empty without a reserve.
+        held_tokens: Number of computed tokens that it can reach with its reserve.
+        num_run_tokens: Number of tokens that had certainly run when it was last allocated a slot, in pools with
+            windows: blocks that these leave behind a window can be freed.
         declared: Whether the service knows it.
         freed: Whether it was freed. A look-up or an admission declares it again.
         num_sent_computed_tokens: Its computed tokens, as the service knows them.
@@ -52,6 +56,9 @@ class Request:
     block_ids: list[list[int]] = field(init=False)
     credit_tokens: int = field(default=0, init=False)
     num_credit_tokens: int = field(default=0, init=False)
+    reserve_ids: list[list[int]] = field(default_factory=list, init=False)
+    held_tokens: int = field(default=0, init=False)
+    num_run_tokens: int = field(default=0, init=False)
     declared: bool = field(default=False, init=False)
     freed: bool = field(default=False, init=False)
     num_sent_computed_tokens: int = field(default=0, init=False)
@@ -99,7 +106,13 @@ class Request:
     def forget_blocks(self) -> None:
         """Empties the block tables, after the blocks were freed."""
         self.block_ids = [[] for _ in self.block_ids]
-        self.credit_tokens = self.num_credit_tokens = 0
+        self.credit_tokens = self.num_credit_tokens = self.held_tokens = self.num_run_tokens = 0
+        self.reserve_ids = []
+
+    @property
+    def num_held_tokens(self) -> int:
+        """Number of further tokens that it can compute without a message to the service, its reserve included."""
+        return self.held_tokens - self.num_computed_tokens
 
 
 def hash_filled_blocks(requests: Sequence[Request]) -> None:

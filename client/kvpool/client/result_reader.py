@@ -5,7 +5,8 @@ from itertools import islice
 from typing import Final
 
 from kvpool.client.request import Request
-from kvpool.client.rows import DecodeRow, Row
+from kvpool.client.reserves import Spans, hand_over, set_held
+from kvpool.client.rows import DecodeRow, ReserveRow, Row
 from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import allocation_spec, has_gaps, num_draft_blocks
@@ -16,6 +17,7 @@ from kvpool.wire.errors import ServerError
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.NEVER_FITS))
 """Outcomes of ALLOCATE before which the blocks that slid out of a window were freed."""
 _OUTCOMES: Final = frozenset(Outcome)
+_TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
 _COLUMNS: Final = (
     ("outcomes", 1),
     ("num_hit_tokens", 1),
@@ -30,9 +32,17 @@ _COLUMNS: Final = (
 
 
 class ResultReader:
-    """Applies the results of a session's steps."""
+    """Applies the results of a session's steps.
 
-    def __init__(self, config: PoolConfig) -> None:
+    Attributes:
+        holders: Requests that may hold a reserve.
+    """
+
+    def __init__(self, config: PoolConfig, spans: Spans, *, reserves: bool) -> None:
+        self.holders: dict[Request, None] = {}  # in order, so that equal calls make equal steps
+        self._spans = spans
+        self._reserves = reserves
+        self._max_tokens = config.max_model_len
         self._num_groups = len(config.groups)
         self._num_blocks = config.num_blocks
         self._specs = [
@@ -92,8 +102,12 @@ class ResultReader:
             if isinstance(row, DecodeRow):
                 self._read_decodes(row, at, step, result, block_ids)
                 at += len(row.requests)
+            elif isinstance(row, ReserveRow):
+                self._read_reserves(row, at, step, result, block_ids)
+                at += len(row.requests)
             else:
-                self._read_row(row, at, step, result, block_ids)
+                read = self._read_reserving_row if self._reserves else self._read_row
+                read(row, at, step, result, block_ids)
                 at += 1
 
     def _read_decodes(self, row: DecodeRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
@@ -107,17 +121,78 @@ class ResultReader:
             num_computed = request.num_computed_tokens
             outcome = outcomes[i] if outcomes else 0
             if self._windowed and outcome in _SKIPPING:
-                self._skip_blocks(request, num_computed)
+                self._skip_blocks(request, row.run_tokens[i - at])
             if outcome:
                 answer.refused[place] = Outcome(outcome)
             else:
+                if answer.refused:  # it was refused before its session gave its reserves back
+                    answer.refused.pop(place, None)
                 num_computed += 1
                 of_request = counts[i * groups : (i + 1) * groups]
                 if any(of_request):
-                    new = answer.new_blocks[place] = [list(islice(block_ids, count)) for count in of_request]
-                    self._extend_tables(request, new)
+                    new = [list(islice(block_ids, count)) for count in of_request]
+                    if self._reserves:
+                        new = self._take_new(request, new, num_computed + row.num_lookahead_tokens)
+                    else:
+                        self._extend_tables(request, new)
+                    answer.new_blocks[place] = new
             request.num_sent_computed_tokens = num_computed
             request.credit_tokens, request.num_credit_tokens = credit_tokens, credit_tokens - num_computed
+            if self._reserves:
+                set_held(request, self._spans, credit_tokens)
+
+    def _read_reserves(
+        self, row: ReserveRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]
+    ) -> None:
+        """Requests may have computed more tokens since the step was sent."""
+        groups, count = self._num_groups, len(row.requests)
+        credit = result.credit_tokens[at : at + count] or [0] * count
+        for i, request in enumerate(row.requests):
+            computed_tokens = row.computed_tokens[i]
+            request.num_sent_tokens += step.num_appended_tokens[at + i]
+            request.num_sent_computed_tokens = computed_tokens
+            if self._windowed:
+                self._skip_blocks(request, row.run_tokens[i])
+            new = result.num_new_blocks[(at + i) * groups : (at + i + 1) * groups]
+            if any(new):
+                self._keep_new(request, [list(islice(block_ids, count)) for count in new])
+            set_held(request, self._spans, credit[i])
+
+    def _keep_new(self, request: Request, new: Sequence[Sequence[int]]) -> None:
+        """Adds new blocks to the reserve of a request."""
+        reserve = request.reserve_ids or [[] for _ in new]
+        request.reserve_ids = [[*kept, *added] for kept, added in zip(reserve, new, strict=True)]
+        self.holders[request] = None
+
+    def _take_new(self, request: Request, new: list[list[int]], num_tokens: int) -> list[list[int]]:
+        """Adds new blocks to a request: those of its first `num_tokens` tokens, which are returned; others are kept."""
+        self._keep_new(request, new)
+        return hand_over(request, self._spans, min(num_tokens, self._max_tokens))
+
+    def _read_reserving_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
+        """Reads a row as if the request had its reserve in its tables, and takes out what it has in reserve then."""
+        request, answer = row.request, row.answer
+        starts = [len(ids) for ids in request.block_ids] if request else []
+        for table, reserve in zip(request.block_ids, request.reserve_ids, strict=False) if request else ():
+            table.extend(reserve)
+        self._read_row(row, i, step, result, block_ids)
+        if request is None or step.operations[i] in LEAVING:
+            if request:
+                self.holders.pop(request, None)
+            return
+        request.reserve_ids = [[] for _ in request.block_ids]
+        hit = answer.hit_blocks if any(answer.hit_blocks) else row.computed.block_ids if row.computed else ()
+        takes = answer.outcome is Outcome.OK and step.operations[i] in _TAKING
+        num_slots = request.num_computed_tokens + (step.num_lookahead_tokens[i] if step.num_lookahead_tokens else 0)
+        for group_id, span, num_extra in self._spans:
+            table = request.block_ids[group_id]
+            start = max(starts[group_id], len(hit[group_id]) if hit else 0)
+            end = max(-(-min(num_slots, self._max_tokens) // span) + num_extra, start) if takes else starts[group_id]
+            request.reserve_ids[group_id] = table[end:]
+            del table[end:]
+            answer.new_blocks[group_id] = table[start:]
+        self.holders[request] = None
+        set_held(request, self._spans, request.credit_tokens)
 
     def _read_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups, operation = row.answer, row.request, self._num_groups, step.operations[i]

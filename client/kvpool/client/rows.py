@@ -36,8 +36,31 @@ class DecodeRow:
         requests: The requests. The service knows them.
         places: Their places in the batch.
         answer: The answer of the whole batch.
+        num_lookahead_tokens: Slots to reserve beyond these tokens (drafts).
+        run_tokens: See `Request.num_run_tokens`; of each.
     """
 
     requests: Sequence[Request]
     places: Sequence[int]
     answer: Decodes
+    num_lookahead_tokens: int
+    run_tokens: Sequence[int]
+
+
+@dataclass(slots=True)
+class ReserveRow:
+    """Consecutive operations of a step that report what requests took on credit, and change their reserves.
+
+    Attributes:
+        requests: The requests. The service knows them.
+        computed_tokens: The computed tokens of each, as the step reports them.
+        held_tokens: Number of tokens for which each should hold slots.
+        run_tokens: See `DecodeRow`.
+        given_back: The reserve of each that the step gives back; empty until it is sent.
+    """
+
+    requests: Sequence[Request]
+    computed_tokens: Sequence[int]
+    held_tokens: Sequence[int]
+    run_tokens: Sequence[int]
+    given_back: Sequence[list[list[int]]] = ()

@@ -9,11 +9,11 @@ from typing import Any, Final, Self
 from kvpool.client import operations
 from kvpool.client.blocking import blocking, run
 from kvpool.client.hashing import NO_EXTRA_KEYS, BlockHasher, ExtraKeys
-from kvpool.client.protocol import SessionProtocol, ends_session
+from kvpool.client.protocol import SessionProtocol, ends_session, is_refusal
 from kvpool.client.request import Request, checked_token_ids
 from kvpool.client.step_builder import StepBuilder
 from kvpool.client.transports.transport import OpenedSession
-from kvpool.core.errors import KvpoolError, UnauthenticatedError
+from kvpool.core.errors import ExhaustedError, KvpoolError, UnauthenticatedError
 from kvpool.core.ids import BlockHash, RequestId, RequestNumber, TableLease
 from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.sessions.session_ends import ended_error
@@ -40,6 +40,7 @@ class SessionBase:
         table_lease: Epoch and session number that its block tables carry to the ranks.
         lease_seconds: The lease: how long the session outlives its last call.
         weights_version: The version of its weights when it was opened, or as this process has set it since.
+        reserve_tokens: Number of tokens for which running requests hold slots in reserve; 0 in pools without reserves.
     """
 
     def __init__(self, opened: OpenedSession) -> None:
@@ -50,10 +51,11 @@ class SessionBase:
         self.table_lease = TableLease(opened.epoch, opened.session_number)
         self.lease_seconds = opened.lease_seconds
         self.weights_version = opened.weights_version
+        self.reserve_tokens = opened.reserve_tokens
         self._transport = opened.transport
         self._calls = opened.calls
         self._lease_timer = opened.lease_timer
-        self._protocol = SessionProtocol(opened.config)
+        self._protocol = SessionProtocol(opened.config, opened.reserve_tokens)
         self._last_number = 0
         self._closed = False
 
@@ -163,14 +165,66 @@ class SessionBase:
     async def _send(self, builder: StepBuilder) -> None:
         """Sends a step and applies its result."""
         self._transport.check_usable()
+        if builder.reports:
+            builder.report()
         if builder.rows or not self._protocol.answer_on_credit(builder, is_fresh=self._lease_timer.is_fresh):
             await self._exchange(self._protocol.encode(builder))
+
+    async def _send_collected(self, builder: StepBuilder) -> None:
+        """Sends a step. With slots in reserve, waits for its result only if the scheduler needs it."""
+        if builder.waits or not self.reserve_tokens:
+            await self._send(builder)
+        else:
+            await self._begin(builder)
 
     async def _begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting for its result."""
         self._transport.check_usable()
+        if builder.reports:
+            builder.report()
         if builder.rows or not self._protocol.answer_on_credit(builder, is_fresh=self._lease_timer.is_fresh):
             await self._calls.begin_exchange(self._protocol.encode(builder))
+
+    async def _new_settled_step(self, *arguments: int) -> StepBuilder:
+        """Starts a step after the answer to one in the background; see `new_step`."""
+        if self._protocol.is_in_background:
+            await self._settle()
+        return self.new_step(*arguments)
+
+    def decode_on_credit(
+        self,
+        requests: Sequence[Request],
+        *,
+        num_lookahead_tokens: int = 0,
+        num_in_flight_tokens: Sequence[int] = (),
+        executed_sequence: int = 0,
+    ) -> dict[int, list[list[int]]] | None:
+        """Decodes as a `step` with nothing else, if that needs no message. Costs least of all ways.
+
+        Args:
+            requests: The requests, each once.
+            num_lookahead_tokens: See `StepBuilder.decode`.
+            num_in_flight_tokens: See `StepBuilder.decode`.
+            executed_sequence: See `step`.
+
+        Returns:
+            The new blocks of those requests that got any, per group, by place. None, and nothing was changed, if a
+            message is needed: make a step.
+        """
+        if not self._lease_timer.is_fresh:
+            return None
+        num_slots = 1 + num_lookahead_tokens
+        return self._protocol.decode_on_credit(requests, num_slots, executed_sequence, num_in_flight_tokens)
+
+    @property
+    def is_in_background(self) -> bool:
+        """Whether a step was sent whose answer no scheduler needs, and `settle` has not been called."""
+        return self._protocol.is_in_background
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether `settle` would wait for the answer to a step in the background, without which decodes may go on."""
+        return self._protocol.is_in_background and self._lease_timer.is_fresh and not self._calls.is_answered()
 
     async def _settle(self) -> None:
         """Waits for the answer of a step that was begun, or sends a step again that got no answer in time.
@@ -191,12 +245,20 @@ class SessionBase:
                 error.add_note(_CONTINUES)
             raise
         self._protocol.apply_result(result)
+        while retry := self._protocol.new_retry():
+            try:
+                await self._exchange(self._protocol.encode(retry))
+            except ExhaustedError as error:
+                if not is_refusal(error):
+                    raise
+                # The step itself was applied, and an error would say that it was not. Its answers stay as they are.
 
     async def _mark_executed(self, sequence: int | None = None) -> None:
         """Reports that all steps up to `sequence` (None: the last) have been executed on the GPU.
 
         Until then only this session's requests hit the blocks that these steps filled. The number can also be sent with
-        the next step, without a message of its own: see `step`. If it gets no answer, call it again.
+        the next step, without a message of its own: see `step`, also for steps in flight that have the same number. If
+        it gets no answer, call it again.
         """
         executed_sequence = self.sequence if sequence is None else sequence
         await self._handled(self._calls.mark_executed(executed_sequence))
@@ -217,6 +279,8 @@ class SessionBase:
             InvalidArgumentError: It is too long.
             WrongStateError: A step has no answer yet, so its requests may begin with either version.
         """
+        if self._protocol.is_in_background:
+            await self._settle()
         self._protocol.check_settled()
         await self._handled(self._calls.set_weights_version(weights_version))
         self.weights_version = weights_version
@@ -286,15 +350,19 @@ class Session(SessionBase):
     ) -> AbstractContextManager[StepBuilder]:
         """Collects operations. Sends them as one message and fills their answers when the `with` block ends.
 
+        With slots in reserve, a step that only frees, preempts or evicts is not waited for. If the service then refuses
+        it, the next call raises the error, and nothing of it was done: name its requests again.
+
         Args:
             admission_budget_tokens: Maximum number of tokens that all admissions together allocate; 0 for no limit.
-            executed_sequence: Newest step whose execution has finished: see `mark_executed`.
+            executed_sequence: Newest step whose execution has finished: see `mark_executed`. A step of which no message
+                was sent has the number of the last message, `sequence`: report it when no step with it is in flight.
             launched_sequence: Newest step that is certain to be executed, before any later step. Blocks that steps up
                 to it filled stay in the cache when their request is freed, although they are not executed yet. What is
                 freed goes to other sessions when this step was reported as executed. If steps of which no message was
                 sent are in flight, and all launched ones with a message have been executed: `sequence + 1`.
         """
-        return _Collected(self.new_step(admission_budget_tokens, executed_sequence, launched_sequence), self.send)
+        return _Collected(self._new_settled(admission_budget_tokens, executed_sequence, launched_sequence), self.send)
 
     def begin_step(
         self, *, admission_budget_tokens: int = 0, executed_sequence: int = 0, launched_sequence: int = 0
@@ -309,11 +377,16 @@ class Session(SessionBase):
             executed_sequence: See `step`.
             launched_sequence: See `step`.
         """
-        return _Collected(self.new_step(admission_budget_tokens, executed_sequence, launched_sequence), self.begin)
+        return _Collected(self._new_settled(admission_budget_tokens, executed_sequence, launched_sequence), self.begin)
+
+    def _new_settled(self, *arguments: int) -> StepBuilder:
+        if self._protocol.is_in_background:
+            self.settle()
+        return self.new_step(*arguments)
 
     def send(self, builder: StepBuilder) -> None:
         """Sends a step and fills its answers, as the end of a `step` block does."""
-        run(self._send(builder))
+        run(self._send_collected(builder) if self.reserve_tokens else self._send(builder))
 
     def begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting, as the end of a `begin_step` block does."""

@@ -1,15 +1,18 @@
 """Collects the operations of a step, in the columns that are sent."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.client.request import Request, checked_token_ids, hash_filled_blocks
+from kvpool.client.reserves import REPORT_STEPS, Spans, cut, due, note_run_tokens, restore, take_slots
 from kvpool.client.results import Answer, Decodes
-from kvpool.client.rows import DecodeRow, Row
+from kvpool.client.rows import DecodeRow, ReserveRow, Row
 from kvpool.client.trace_context import NO_TRACE_CONTEXT, packed_trace_context
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
+from kvpool.core.ids import MAX_TOKENS, GroupId
+from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import DECLARING, LEAVING, Operation, Outcome, Step
@@ -25,6 +28,10 @@ _OFTEN_EMPTY: Final = (
     *OPTION_COLUMNS,
 )
 """Columns that are empty, or end early, until the step is complete."""
+_UNAWAITED: Final = frozenset((*LEAVING, Operation.EVICT))
+"""Operations whose answers tell a scheduler nothing that it needs."""
+_TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
+_UNSERVED: Final = frozenset((Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +43,36 @@ class StepFormat:
         hash_block_size: Tokens per hash; 0 without caching.
         sends_tokens: Whether the step contains the appended tokens, for events.
         num_lookahead_tokens: Number of tokens after its block that a hash covers.
+        max_tokens: Maximum length of a request.
+        spans: See `reserves`.
+        has_windows: Whether a group frees blocks that its tokens leave behind.
+        report_tokens: Number of computed tokens that the service should know of, see `due`.
     """
 
     num_groups: int
     hash_block_size: int
     sends_tokens: bool
     num_lookahead_tokens: int = 0
+    max_tokens: int = MAX_TOKENS
+    spans: Spans = ()
+    has_windows: bool = False
+    report_tokens: int = 0
 
     @classmethod
     def of(cls, config: PoolConfig) -> "StepFormat":
         """Returns the format for a pool."""
         hash_block_size = config.hash_block_size if config.enable_caching else 0
-        return cls(len(config.groups), hash_block_size, config.makes_events, config.hash_scheme.num_lookahead_tokens)
+        specs = [allocation_spec(group.spec) for group in config.groups]
+        spans = tuple(
+            (i, config.span_tokens(GroupId(i)), num_draft_blocks(spec))
+            for i, spec in enumerate(specs)
+            if not isinstance(spec, CrossAttentionSpec)
+        )
+        num_ahead = config.hash_scheme.num_lookahead_tokens
+        has_windows = not all(spec.keeps_all for spec in specs)
+        report_tokens = hash_block_size or (spans[0][1] if has_windows else 0)
+        sends, most = config.makes_events, config.max_model_len
+        return cls(len(specs), hash_block_size, sends, num_ahead, most, spans, has_windows, report_tokens)
 
 
 class StepBuilder:
@@ -65,40 +90,46 @@ class StepBuilder:
         on_credit: Requests that allocate on credit, and how many tokens each.
         round_number: See `SessionProtocol.new_step`.
         is_sent: Whether the step was sent, so that it takes no more operations.
+        waits: Whether a scheduler needs the answer of an operation before it continues.
+        reports: Whether `report` has an effect.
     """
 
     def __init__(
         self,
         step_format: StepFormat,
         round_number: int,
-        admission_budget_tokens: int,
-        executed_sequence: int,
-        launched_sequence: int,
+        step: Step,
+        *,
+        reserve_tokens: int = 0,
+        gives_back: bool = False,
     ) -> None:
         """Starts a step.
 
         Args:
             step_format: Format of the pool's steps.
             round_number: See `SessionProtocol.new_step`.
-            admission_budget_tokens: Maximum number of tokens that all admissions together allocate; 0 for no limit.
-            executed_sequence: Newest step whose execution has finished; 0 for no report.
-            launched_sequence: Newest step whose execution is certain, in order; 0 for no report.
+            step: The step, without operations.
+            reserve_tokens: Tokens for which requests hold slots in reserve; 0 if `reports` is false.
+            gives_back: Whether the requests on credit then give their reserves back.
         """
-        self.step = Step(
-            0,
-            executed_sequence=executed_sequence,
-            launched_sequence=launched_sequence,
-            admission_budget_tokens=admission_budget_tokens,
-        )
-        self.rows: list[Row | DecodeRow] = []
+        self.step = step
+        self.rows: list[Row | DecodeRow | ReserveRow] = []
         self.on_credit: dict[Request, int] = {}
         self.round_number = round_number
         self.is_sent = False
+        self.waits = False
+        self.reports = reserve_tokens > 0
+        self._has_reserves = False
+        """Whether a row is a `ReserveRow`."""
+        self._reserve_tokens = reserve_tokens
+        self._gives_back = gives_back
+        self._is_taken = False
+        """Whether the allocations on credit were applied."""
         self._format = step_format
-        self._answers: list[Answer] = []
-        """Answers of single allocations on credit."""
-        self._decodes: list[tuple[Decodes, int]] = []
-        """Batches of decodes, with their numbers of requests."""
+        self._answers: list[tuple[Answer, Request, int]] = []
+        """Answers of single allocations on credit, with their requests and numbers of slots."""
+        self._decodes: list[tuple[Decodes, Sequence[Request], int]] = []
+        """Batches of decodes, with their requests, and the number of slots of each."""
         self._named: set[Request] = set()
         """Requests of `rows`."""
         self._hashes: list[bytes] = []
@@ -179,15 +210,19 @@ class StepBuilder:
         if num_lookahead_tokens < 0:
             raise _negative_lookahead(num_lookahead_tokens)
         must_send = rejected or computed or num_encoder_tokens or request.num_prompt_tokens
-        # On credit no block slides out of a window, so that the number of tokens in flight makes no difference.
+        # On credit no block slides out of a window before a report, which contains the number of tokens in flight.
         must_send = must_send or (
             options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS
         )
-        if not must_send and 0 < num_new_tokens <= request.num_credit_tokens - num_lookahead_tokens:
+        if self._format.has_windows:
+            request.num_run_tokens = max(request.num_computed_tokens - rejected - options.num_in_flight_tokens, 0)
+        num_slots = num_new_tokens + num_lookahead_tokens
+        num_held = request.num_held_tokens if request.held_tokens else request.num_credit_tokens
+        if not must_send and num_new_tokens > 0 and num_slots <= num_held:
             self._check_nameable(request)
             self.on_credit[request] = num_new_tokens
             answer = Answer()
-            self._answers.append(answer)
+            self._answers.append((answer, request, num_slots))
             return answer
         return self._add(
             Operation.ALLOCATE,
@@ -202,7 +237,12 @@ class StepBuilder:
         )
 
     def decode(
-        self, requests: Sequence[Request], token_ids: Sequence[int] | None = None, *, num_lookahead_tokens: int = 0
+        self,
+        requests: Sequence[Request],
+        token_ids: Sequence[int] | None = None,
+        *,
+        num_lookahead_tokens: int = 0,
+        num_in_flight_tokens: Sequence[int] = (),
     ) -> Decodes:
         """Allocates a slot for one more token of each request: `allocate_slots` for a batch of running requests.
 
@@ -213,6 +253,7 @@ class StepBuilder:
             token_ids: The newest token of each request. They are appended first, and stay if the step is refused. None
                 if they have been appended already.
             num_lookahead_tokens: Slots to reserve beyond these tokens (drafts).
+            num_in_flight_tokens: See `AllocationOptions`; one per request, or none.
 
         Raises:
             InvalidArgumentError: A request holds no blocks or is named twice in this step, or a token is not an integer
@@ -222,7 +263,8 @@ class StepBuilder:
         if num_lookahead_tokens < 0:
             raise _negative_lookahead(num_lookahead_tokens)
         wanted = 1 + num_lookahead_tokens
-        places = [i for i, request in enumerate(requests) if request.num_credit_tokens < wanted]
+        short = [i for i, request in enumerate(requests) if request.num_credit_tokens < wanted]
+        places = [i for i in short if not requests[i].held_tokens or requests[i].num_held_tokens < wanted]
         sent = [requests[i] for i in places]
         on_credit = dict.fromkeys(requests, 1)
         self._check_running(sent, on_credit, len(requests))
@@ -232,16 +274,131 @@ class StepBuilder:
                 raise InvalidArgumentError("token_ids", f"{len(token_ids)} for {len(requests)} requests")
             for request, token_id in zip(requests, token_ids, strict=True):
                 request.token_ids.append(token_id)
-        answer = Decodes(places)
+        answer = Decodes(short)
+        if self._format.has_windows:
+            note_run_tokens(requests, num_in_flight_tokens)
         if sent:
             for request in sent:
                 del on_credit[request]
-            self._put_decodes(sent, num_lookahead_tokens)
-            self._named.update(sent)
-            self.rows.append(DecodeRow(sent, places, answer))
-        self._decodes.append((answer, len(requests)))
+            self._put_allocations(sent, places, answer, num_lookahead_tokens)
+        self._decodes.append((answer, requests, wanted))
         self.on_credit = self.on_credit | on_credit if self.on_credit else on_credit
         return answer
+
+    def report(self) -> None:
+        """Reports what requests have computed on credit, and changes their reserves, if that is due.
+
+        Call it before the step is sent, after its other operations.
+        """
+        if not self.reports:
+            return
+        if self._gives_back:
+            num_slots = {request: count for _, request, count in self._answers}
+            for _, requests, count in self._decodes:
+                num_slots |= dict.fromkeys(requests, count)
+            self._give_back(self.on_credit, num_slots)
+        else:
+            found = due(self.on_credit, self._reserve_tokens, self._format.report_tokens)
+            most = self._reserve_tokens + REPORT_STEPS
+            self._put_reserves(found, [max(most, request.num_held_tokens) for request in found])
+
+    def _give_back(self, requests: Iterable[Request], num_slots: Mapping[Request, int]) -> None:
+        """Gives back what requests hold in reserve, or behind a window, unless the step names them already.
+
+        Args:
+            requests: The requests.
+            num_slots: Slots after the computed tokens that requests keep, if they are more than in their block tables.
+        """
+        found = [
+            request
+            for request in requests
+            if request not in self._named
+            and (
+                any(request.reserve_ids)
+                or (self._format.has_windows and request.num_computed_tokens > request.num_sent_computed_tokens)
+            )
+        ]
+        kept = [max(num_slots.get(request, 0), request.num_credit_tokens) for request in found]
+        self._put_reserves(found, kept)
+
+    def _put_reserves(self, requests: list[Request], num_slots: list[int]) -> None:
+        if not requests:
+            return
+        computed, most = [request.num_computed_tokens for request in requests], self._format.max_tokens
+        held = [min(count + more, most) for count, more in zip(computed, num_slots, strict=True)]
+        lookahead = [end - count for end, count in zip(held, computed, strict=True)]
+        run_tokens = self._put_running(Operation.RESERVE, requests, 0, lookahead)
+        self.rows.append(ReserveRow(requests, computed, held, run_tokens))
+        self._has_reserves = True
+
+    def _put_allocations(
+        self,
+        requests: list[Request],
+        places: list[int],
+        answer: Decodes,
+        num_lookahead_tokens: int,
+    ) -> None:
+        run_tokens = self._put_running(Operation.ALLOCATE, requests, 1, [num_lookahead_tokens] * len(requests))
+        self.rows.append(DecodeRow(requests, places, answer, num_lookahead_tokens, run_tokens))
+        self.waits = True
+
+    def ask_again(self, refused: "StepBuilder", holders: Iterable[Request]) -> bool:
+        """Collects what a step was refused for want of blocks, after the other requests give their reserves back.
+
+        Args:
+            refused: A step that was answered. The answers of its operations are filled again when this one is answered.
+            holders: Requests that may hold a reserve.
+
+        Returns:
+            Whether there is anything to ask for, and a reserve to give back.
+        """
+        unserved = refused.unserved
+        self._give_back([request for request in holders if request not in unserved], {})
+        if not self.rows:
+            return False
+        step, at = refused.step, 0
+        num_admitted = sum([row.answer.num_new_tokens for row in refused.rows if isinstance(row, Row)])
+        budget_tokens = step.admission_budget_tokens - num_admitted
+        self.step.admission_budget_tokens = max(budget_tokens, 0)
+        for row in refused.rows:
+            if isinstance(row, Row):
+                operation = Operation(step.operations[at])
+                is_over_budget = operation is Operation.ADMIT and step.admission_budget_tokens and budget_tokens <= 0
+                if operation in _TAKING and row.request in unserved and not is_over_budget:
+                    self._put_again(operation, step, at, row)
+                at += 1
+                continue
+            if isinstance(row, DecodeRow) and row.answer.refused:
+                places, by_place = list(row.answer.refused), dict(zip(row.places, row.requests, strict=True))
+                again = [by_place[place] for place in places]
+                self._put_allocations(again, places, row.answer, row.num_lookahead_tokens)
+            at += len(row.requests)
+        return True
+
+    @property
+    def unserved(self) -> set[Request]:
+        """The requests that got no blocks because too few were left."""
+        found = set[Request]()
+        for row in self.rows:
+            if isinstance(row, DecodeRow):
+                found.update(
+                    request for request, at in zip(row.requests, row.places, strict=True) if at in row.answer.refused
+                )
+            elif isinstance(row, Row) and row.request and row.answer.outcome in _UNSERVED:
+                found.add(row.request)
+        return found
+
+    def _put_again(self, operation: Operation, step: Step, at: int, row: Row) -> None:
+        names = ("num_lookahead_tokens", "num_encoder_tokens", "delay_cache_blocks")
+        self._add(
+            operation,
+            row.request,
+            num_new_tokens=step.num_new_tokens[at],
+            computed=row.computed,
+            options=row.options,
+            answer=row.answer,
+            **{name: column[at] for name in names if (column := getattr(step, name))},
+        )
 
     def _check_running(self, sent: Sequence[Request], requests: Mapping[Request, int], count: int) -> None:
         if 0 in [request.num_computed_tokens for request in sent]:
@@ -265,13 +422,33 @@ class StepBuilder:
         return not (self.rows or self.on_credit)
 
     def take_credit(self) -> None:
-        """Applies the allocations on credit: the step was answered, or need not be sent."""
+        """Applies the allocations on credit: the step was answered, need not be sent, or is answered later. Once."""
+        if self._is_taken:
+            return
+        self._is_taken = True
+        for answer, request, num_slots in self._answers:
+            answer.fill(Outcome.OK, self._take_slots(request, num_slots))
+        for decodes, requests, num_slots in self._decodes:
+            decodes.fill(len(requests), [[]] * self._format.num_groups)
+            for place in decodes.may_need_blocks if self.on_credit else ():
+                request = requests[place]
+                if request in self.on_credit:
+                    decodes.new_blocks[place] = self._take_slots(request, num_slots)
         for request, num_new_tokens in self.on_credit.items():
             request.num_credit_tokens -= num_new_tokens
-        for answer in self._answers:
-            answer.fill(Outcome.OK, [[] for _ in range(self._format.num_groups)])
-        for decodes, num_requests in self._decodes:
-            decodes.fill(num_requests, [[]] * self._format.num_groups)
+
+    def _take_slots(self, request: Request, num_slots: int) -> list[list[int]]:
+        """The blocks that a request gets from its reserve, if it lacks any for some more tokens."""
+        if request.num_credit_tokens >= num_slots:
+            return [[] for _ in range(self._format.num_groups)]
+        return take_slots(request, self._format.spans, num_slots, self._format.max_tokens)
+
+    def restore_reserves(self) -> None:
+        """Restores the reserves that a step was to give back: the service has refused it."""
+        for row in self.rows:
+            if isinstance(row, ReserveRow):
+                for request, given_back in zip(row.requests, row.given_back, strict=True):
+                    restore(request, self._format.spans, given_back, self._format.max_tokens)
 
     def refuse(self) -> None:
         """Answers all operations without the service: those that are not on credit find too few blocks."""
@@ -279,7 +456,7 @@ class StepBuilder:
         for row in self.rows:
             if isinstance(row, DecodeRow):
                 row.answer.refused = dict.fromkeys(row.places, Outcome.NO_BLOCKS)
-            else:
+            elif isinstance(row, Row):
                 row.answer.fill(Outcome.NO_BLOCKS, [])
 
     def get_computed_blocks(self, request: Request, *, counted: bool = True) -> Answer:
@@ -338,6 +515,10 @@ class StepBuilder:
     def complete(self, sequence: int, num_credit_allocations: int) -> Step:
         """Completes the step for sending."""
         step = self.step
+        for row in self.rows if self._has_reserves else ():
+            if isinstance(row, ReserveRow):
+                pairs = zip(row.requests, row.held_tokens, strict=True)
+                row.given_back = [cut(request, self._format.spans, held_tokens) for request, held_tokens in pairs]
         step.block_hashes = b"".join(self._hashes)
         if any(self._trace_contexts):
             step.trace_contexts = b"".join(context or NO_TRACE_CONTEXT for context in self._trace_contexts)
@@ -368,6 +549,7 @@ class StepBuilder:
         computed: ComputedBlocks | None = None,
         block_ids: Sequence[int] = (),
         options: AllocationOptions = DEFAULT_OPTIONS,
+        answer: Answer | None = None,
         **columns: int,
     ) -> Answer:
         self._check_nameable(request)
@@ -396,14 +578,19 @@ class StepBuilder:
         step.request_numbers.append(request.number if request else 0)
         step.num_appended_tokens.append(appended)
         step.num_new_tokens.append(num_new_tokens)
-        answer = Answer()
+        answer = answer or Answer()
         self.rows.append(Row(request, answer, num_computed, computed, options))
+        self.waits = self.waits or operation not in _UNAWAITED
         return answer
 
     def _put_request(self, operation: Operation, request: Request) -> int:
         """Adds what the service does not know of a request; returns the number of its appended tokens."""
         appended = 0
-        if operation not in LEAVING:  # their tokens may be too many for the service
+        # The tokens of one that leaves may be too many for the service. With a reserve, they may fill blocks.
+        is_reported = (
+            operation == Operation.FREE and request.held_tokens and request.num_tokens <= self._format.max_tokens
+        )
+        if operation not in LEAVING or is_reported:
             self._put_contents(request)  # may raise
             appended = len(request.token_ids) - request.num_sent_tokens
             if request.num_prompt_tokens:
@@ -426,7 +613,14 @@ class StepBuilder:
         if self._format.sends_tokens:
             self.step.token_ids += request.token_ids[first:]
 
-    def _put_decodes(self, requests: Sequence[Request], num_lookahead_tokens: int) -> None:
+    def _put_running(
+        self,
+        operation: Operation,
+        requests: Sequence[Request],
+        num_new_tokens: int,
+        num_lookahead_tokens: list[int],
+    ) -> list[int]:
+        """Adds an operation on each of some running requests. Returns their numbers of tokens that have run."""
         step, size, count = self.step, self._format.hash_block_size, len(requests)
         ahead = self._format.num_lookahead_tokens
         filled = [
@@ -438,12 +632,18 @@ class StepBuilder:
         taken = [request.num_computed_tokens - request.num_sent_computed_tokens for request in requests]
         if any(taken):
             self._put("num_taken_tokens", taken)
-        if num_lookahead_tokens:
-            self._put("num_lookahead_tokens", [num_lookahead_tokens] * count)
-        step.operations += [Operation.ALLOCATE] * count
+        if any(num_lookahead_tokens):
+            self._put("num_lookahead_tokens", num_lookahead_tokens)
+        run_tokens = [request.num_run_tokens for request in requests]
+        in_flight = [r.num_computed_tokens - r.num_run_tokens for r in requests] if self._format.has_windows else ()
+        if any(in_flight):
+            self._put("num_in_flight_tokens", in_flight)
+        self._named.update(requests)
+        step.operations += [operation] * count
         step.request_numbers += [request.number for request in requests]
         step.num_appended_tokens += [len(request.token_ids) - request.num_sent_tokens for request in requests]
-        step.num_new_tokens += [1] * count
+        step.num_new_tokens += [num_new_tokens] * count
+        return run_tokens
 
     def _put_block_ids(self, block_ids: Sequence[Sequence[int]]) -> None:
         """Adds the blocks of the next operation, per group, or those of the first group."""

@@ -113,6 +113,7 @@ class SessionInfo(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     session_number: _builtins.int
     """Number of the session, from 1; also used in logs. Never reused."""
     client_name: _builtins.str
@@ -141,6 +142,8 @@ class SessionInfo(_message.Message):
     """Maximum number of blocks that its requests may hold. 0: no limit."""
     weights_version: _builtins.str
     """Version of the weights with which it computes. May be empty."""
+    reserve_tokens: _builtins.int
+    """Number of tokens for which its running requests may hold slots in reserve. 0: none."""
     @_builtins.property
     def held_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of entries in its requests' block tables per group, without the null block. A block shared by several
@@ -165,10 +168,11 @@ class SessionInfo(_message.Message):
         min_blocks: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
         weights_version: _builtins.str = ...,
+        reserve_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "executed_sequence", b"executed_sequence", "held_blocks", b"held_blocks", "idle_seconds", b"idle_seconds", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "requests", b"requests", "running_requests", b"running_requests", "sequence", b"sequence", "session_number", b"session_number", "streaming", b"streaming", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_seconds", b"age_seconds", "client_name", b"client_name", "executed_sequence", b"executed_sequence", "held_blocks", b"held_blocks", "idle_seconds", b"idle_seconds", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "requests", b"requests", "reserve_tokens", b"reserve_tokens", "running_requests", b"running_requests", "sequence", b"sequence", "session_number", b"session_number", "streaming", b"streaming", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -187,6 +191,7 @@ class RequestInfo(_message.Message):
     HELD_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     LORA_NAME_FIELD_NUMBER: _builtins.int
+    RESERVE_BLOCKS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id of the request, unique in its session."""
     session_number: _builtins.int
@@ -199,6 +204,10 @@ class RequestInfo(_message.Message):
     """Number of times that it was preempted."""
     lora_name: _builtins.str
     """Its LoRA. Empty: none."""
+    reserve_blocks: _builtins.int
+    """Number of its blocks, of all groups, after those of its computed tokens: those in reserve, also where its session
+    has not yet reported what it computed there.
+    """
     @_builtins.property
     def held_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Number of blocks in its block tables per group, without the null block."""
@@ -213,10 +222,11 @@ class RequestInfo(_message.Message):
         held_blocks: _abc.Iterable[_builtins.int] | None = ...,
         num_preemptions: _builtins.int = ...,
         lora_name: _builtins.str = ...,
+        reserve_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_blocks", b"held_blocks", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_preemptions", b"num_preemptions", "num_tokens", b"num_tokens", "request_id", b"request_id", "session_number", b"session_number"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held_blocks", b"held_blocks", "lora_name", b"lora_name", "num_computed_tokens", b"num_computed_tokens", "num_preemptions", b"num_preemptions", "num_tokens", b"num_tokens", "request_id", b"request_id", "reserve_blocks", b"reserve_blocks", "session_number", b"session_number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -189,6 +189,7 @@ class Session(_message.Message):
     MIN_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_BLOCKS_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """Id of the session in every later call. A secret: a client that knows it can free the session's requests."""
     pool_name: _builtins.str
@@ -207,6 +208,8 @@ class Session(_message.Message):
     """Maximum number of blocks that its requests may hold, each counted once. 0: no limit."""
     weights_version: _builtins.str
     """Version of the weights with which it computes. May be empty."""
+    reserve_tokens: _builtins.int
+    """Its reserve_tokens; 0 in a pool whose requests cannot hold any in reserve."""
     def __init__(
         self,
         *,
@@ -218,10 +221,11 @@ class Session(_message.Message):
         min_blocks: _builtins.int = ...,
         max_blocks: _builtins.int = ...,
         weights_version: _builtins.str = ...,
+        reserve_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "session_id", b"session_id", "session_number", b"session_number", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "min_blocks", b"min_blocks", "pool_name", b"pool_name", "reserve_tokens", b"reserve_tokens", "session_id", b"session_id", "session_number", b"session_number", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -242,6 +246,7 @@ class OpenSessionRequest(_message.Message):
     MEMORY_ID_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSION_FIELD_NUMBER: _builtins.int
+    RESERVE_TOKENS_FIELD_NUMBER: _builtins.int
     pool_name: _builtins.str
     """The pool."""
     client_name: _builtins.str
@@ -276,6 +281,10 @@ class OpenSessionRequest(_message.Message):
     """Version of the weights with which the engine computes: an opaque value of at most 256 bytes, equal in engines with
     the same weights. See SetWeightsVersion. May be empty.
     """
+    reserve_tokens: _builtins.int
+    """Number of tokens for which each running request holds slots beyond those that it needs, while enough blocks are free:
+    it then takes them without a message, and reports them later. At most 4,096; 0 for none.
+    """
     def __init__(
         self,
         *,
@@ -288,10 +297,11 @@ class OpenSessionRequest(_message.Message):
         memory_id: _builtins.str = ...,
         protocol_version: _builtins.int = ...,
         weights_version: _builtins.str = ...,
+        reserve_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "weights_version", b"weights_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "lease_seconds", b"lease_seconds", "max_blocks", b"max_blocks", "memory_id", b"memory_id", "min_blocks", b"min_blocks", "open_key", b"open_key", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "reserve_tokens", b"reserve_tokens", "weights_version", b"weights_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

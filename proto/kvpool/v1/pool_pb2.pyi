@@ -478,6 +478,10 @@ class ActivityCounters(_message.Message):
     EVICTED_SESSIONS_FIELD_NUMBER: _builtins.int
     SUSPENSIONS_FIELD_NUMBER: _builtins.int
     PROCESSES_GONE_FIELD_NUMBER: _builtins.int
+    WAITS_ADMISSION_FIELD_NUMBER: _builtins.int
+    WAITS_PREFILL_FIELD_NUMBER: _builtins.int
+    WAITS_DECODE_FIELD_NUMBER: _builtins.int
+    WAITS_EXACT_FIELD_NUMBER: _builtins.int
     allocations: _builtins.int
     """Allocations."""
     refusals: _builtins.int
@@ -502,6 +506,14 @@ class ActivityCounters(_message.Message):
     """Number of times that a missing rank suspended allocation."""
     processes_gone: _builtins.int
     """Sessions ended because a process of theirs exited, as a rank reported."""
+    waits_admission: _builtins.int
+    """Steps with a look-up or an admission, of sessions with slots in reserve. Schedulers wait for their answers."""
+    waits_prefill: _builtins.int
+    """Other steps that allocate several tokens of a request, of these sessions."""
+    waits_decode: _builtins.int
+    """Other steps that allocate, of these sessions: a request has used up its reserve, or got none."""
+    waits_exact: _builtins.int
+    """Steps of sessions without slots in reserve."""
     def __init__(
         self,
         *,
@@ -517,10 +529,14 @@ class ActivityCounters(_message.Message):
         evicted_sessions: _builtins.int = ...,
         suspensions: _builtins.int = ...,
         processes_gone: _builtins.int = ...,
+        waits_admission: _builtins.int = ...,
+        waits_prefill: _builtins.int = ...,
+        waits_decode: _builtins.int = ...,
+        waits_exact: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "epoch_ends", b"epoch_ends", "evicted_sessions", b"evicted_sessions", "leases_expired", b"leases_expired", "operations", b"operations", "processes_gone", b"processes_gone", "refusals", b"refusals", "retries", b"retries", "sessions_closed", b"sessions_closed", "sessions_opened", b"sessions_opened", "steps", b"steps", "suspensions", b"suspensions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allocations", b"allocations", "epoch_ends", b"epoch_ends", "evicted_sessions", b"evicted_sessions", "leases_expired", b"leases_expired", "operations", b"operations", "processes_gone", b"processes_gone", "refusals", b"refusals", "retries", b"retries", "sessions_closed", b"sessions_closed", "sessions_opened", b"sessions_opened", "steps", b"steps", "suspensions", b"suspensions", "waits_admission", b"waits_admission", "waits_decode", b"waits_decode", "waits_exact", b"waits_exact", "waits_prefill", b"waits_prefill"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

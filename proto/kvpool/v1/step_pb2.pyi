@@ -67,6 +67,12 @@ class _OperationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operation.V
     """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit. The statistics
     count it once, when slots are allocated for the request, with the hit that is allocated then.
     """
+    OPERATION_RESERVE: _Operation.ValueType  # 14
+    """For a request that holds blocks, in a session with reserve_tokens: caches the blocks that its num_taken_tokens fill,
+    and frees those that they left behind a window. Then the request holds slots for num_lookahead_tokens tokens after
+    the computed ones: it frees the blocks after these, or takes those that it lacks, if enough are left for the running
+    requests of the pool.
+    """
 
 class Operation(_Operation, metaclass=_OperationEnumTypeWrapper):
     """A step contains all operations of one scheduling round, in packed columns; see also its result.
@@ -123,6 +129,12 @@ OPERATION_LOOKUP_UNCOUNTED: Operation.ValueType  # 12
 OPERATION_LOOKUP: Operation.ValueType  # 13
 """Looks up the longest cached prefix of a request that holds no blocks. The last token is never hit. The statistics
 count it once, when slots are allocated for the request, with the hit that is allocated then.
+"""
+OPERATION_RESERVE: Operation.ValueType  # 14
+"""For a request that holds blocks, in a session with reserve_tokens: caches the blocks that its num_taken_tokens fill,
+and frees those that they left behind a window. Then the request holds slots for num_lookahead_tokens tokens after
+the computed ones: it frees the blocks after these, or takes those that it lacks, if enough are left for the running
+requests of the pool.
 """
 Global___Operation: _TypeAlias = Operation  # noqa: Y015
 
@@ -420,6 +432,7 @@ class StepResult(_message.Message):
     NUM_SHARED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     SHARED_PREFIX_BOUNDARY_TOKENS_FIELD_NUMBER: _builtins.int
     COPIED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    RESERVE_WANTED_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """The step's sequence number."""
@@ -427,6 +440,8 @@ class StepResult(_message.Message):
     """Number of blocks that the session can allocate now: free blocks that are not reserved for other sessions, up to its
     max_blocks.
     """
+    reserve_wanted: _builtins.bool
+    """Whether another session was refused blocks since the last step: free the reserves with OPERATION_RESERVE."""
     protocol_version: _builtins.int
     """Version of the protocol that the server speaks, 3 in this release; in the first result of a stream, 0 in the others.
     0 in the first: a server from before protocol versions.
@@ -502,11 +517,12 @@ class StepResult(_message.Message):
         num_shared_hit_tokens: _abc.Iterable[_builtins.int] | None = ...,
         shared_prefix_boundary_tokens: _abc.Iterable[_builtins.int] | None = ...,
         copied_block_ids: _abc.Iterable[_builtins.int] | None = ...,
+        reserve_wanted: _builtins.bool = ...,
         protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "copied_block_ids", b"copied_block_ids", "credit_tokens", b"credit_tokens", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "sequence", b"sequence", "shared_prefix_boundary_tokens", b"shared_prefix_boundary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "copied_block_ids", b"copied_block_ids", "credit_tokens", b"credit_tokens", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "reserve_wanted", b"reserve_wanted", "sequence", b"sequence", "shared_prefix_boundary_tokens", b"shared_prefix_boundary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ FIELDS: Final = (
     *("calls", "tokens", "token_name", "peer", "path"),
     *("device", "host", "pid", "server", "address", "addresses", "steps"),
     *("journal", "setting", "field", "async_scheduling"),
+    *("rounds", "waits_admission", "waits_decode", "waits_background"),
 )
 """All fields of kvpool's log events, in the order of output."""
 

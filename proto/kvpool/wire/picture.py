@@ -135,10 +135,11 @@ def session_info(pool: KVCacheManager, session: Session, now_seconds: float) -> 
         min_blocks=session.holding.min_blocks if session.holding else 0,
         max_blocks=session.holding.max_blocks if session.holding else 0,
         weights_version=session.weights_version,
+        reserve_tokens=session.reserve_tokens,
     )
 
 
-def request_info(request: Request) -> admin_pb2.RequestInfo:
+def request_info(pool: KVCacheManager, request: Request) -> admin_pb2.RequestInfo:
     """Describes a request."""
     return admin_pb2.RequestInfo(
         request_id=request.request_id,
@@ -148,6 +149,7 @@ def request_info(request: Request) -> admin_pb2.RequestInfo:
         held_blocks=held_blocks(request),
         num_preemptions=request.num_preemptions,
         lora_name=request.lora_name or "",
+        reserve_blocks=pool.num_reserve_blocks(request),
     )
 
 

@@ -19,6 +19,7 @@ def session_to_proto(pool: KVCacheManager, session: Session) -> allocator_pb2.Se
         min_blocks=session.holding.min_blocks if session.holding else 0,
         max_blocks=session.holding.max_blocks if session.holding else 0,
         weights_version=session.weights_version,
+        reserve_tokens=session.reserve_tokens,
     )
 
 

@@ -76,6 +76,7 @@ def result_from_proto(message: step_pb2.StepResult) -> StepResult:
         message.num_new_blocks[:],
         message.block_ids[:],
         message.copied_block_ids[:],
+        message.reserve_wanted,
     )
 
 

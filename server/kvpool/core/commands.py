@@ -232,6 +232,7 @@ class OpenSession(Command[SessionOpened]):
             equal hash; empty for the namespace of sessions without one.
         weights_version: Weights with which the engine computes; see `SetWeightsVersion`.
         memory_id: The memory that holds the engine's tensors, see `memory_identity`; empty if not given.
+        reserve_tokens: See `Session`. None are reserved in a pool without credit.
 
     Raises:
         InvalidArgumentError: The client's name, the key, the memory, the weights version or the quota is out of range,
@@ -253,6 +254,7 @@ class OpenSession(Command[SessionOpened]):
     namespace: bytes = b""
     memory_id: str = ""
     weights_version: str = ""
+    reserve_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,14 @@ from kvpool.core.pools.memory_identity import check_memory_id, is_replaced, need
 from kvpool.core.pools.registry import PoolRegistry
 from kvpool.core.pools.sessions import SessionRegistry, end_of
 from kvpool.core.pools.snapshots import StateSnapshot, end_pool_snapshot, pool_snapshot, restored_pool
-from kvpool.core.sessions.session import Session, check_key, check_weights_version, is_newest_key, with_key
+from kvpool.core.sessions.session import (
+    MAX_RESERVE_TOKENS,
+    Session,
+    check_key,
+    check_weights_version,
+    is_newest_key,
+    with_key,
+)
 from kvpool.core.snapshots import Column
 from kvpool.core.specs.longest_request import check_longest_request
 from kvpool.core.specs.pool_config import PoolConfig
@@ -257,6 +264,7 @@ class State:
         check_size("client_name", command.client_name, MAX_CLIENT_NAME_BYTES)
         check_key("open_key", command.open_key)
         check_weights_version(command.weights_version)
+        check_range("reserve_tokens", command.reserve_tokens, 0, MAX_RESERVE_TOKENS)
         found = self._opened_before(command, now_seconds)
         if found:
             return commands.SessionOpened(found, is_new=False)
@@ -285,6 +293,7 @@ class State:
             salt=command.salt,
             namespace=command.namespace,
             weights_version=command.weights_version,
+            reserve_tokens=command.reserve_tokens if pool.reserves_slots else 0,
         )
         session.first_map = pool.open_scope(session.scope)
         self.sessions.add(pool, session)
@@ -425,7 +434,14 @@ def _memory_errors_refused() -> Iterator[None]:
 
 
 def _open_arguments(command: commands.OpenSession) -> tuple[str | float, ...]:
-    return command.pool_name, command.client_name, command.memory_id, command.weights_version, *command.requested
+    return (
+        command.pool_name,
+        command.client_name,
+        command.memory_id,
+        command.weights_version,
+        command.reserve_tokens,
+        *command.requested,
+    )
 
 
 def _with_none_hash(config: PoolConfig, none_hash: bytes) -> PoolConfig:

@@ -8,8 +8,10 @@ from enum import Enum
 from typing import Final, TypeAlias
 
 from kvpool.core.ids import GroupId
+from kvpool.core.steps.columns import LOOKING_UP, Operation, Step
 
 RECENT_REQUESTS: Final = 1000
+_ADMITTING: Final = frozenset((*LOOKING_UP, Operation.ADMIT))
 
 
 @dataclass(slots=True)
@@ -91,6 +93,10 @@ class ActivityCounters:
         evicted_sessions: Sessions ended by an operator.
         suspensions: Times that a missing rank stopped allocation.
         processes_gone: Sessions ended because a process of theirs exited.
+        waits_admission: Steps with a look-up or an admission, of sessions with slots in reserve.
+        waits_prefill: Other steps that allocate several tokens of a request, of these sessions.
+        waits_decode: Other steps that allocate, of these sessions: a request has used its reserve up, or got none.
+        waits_exact: Steps of sessions without slots in reserve, which wait for each answer.
     """
 
     allocations: int = 0
@@ -105,6 +111,25 @@ class ActivityCounters:
     evicted_sessions: int = 0
     suspensions: int = 0
     processes_gone: int = 0
+    waits_admission: int = 0
+    waits_prefill: int = 0
+    waits_decode: int = 0
+    waits_exact: int = 0
+
+    def count_step(self, step: Step, reserve_tokens: int) -> None:
+        """Counts an applied step of a session, and why a scheduler waits for its answer, if one does."""
+        self.steps += 1
+        self.operations += len(step.operations)
+        self.allocations += step.num_credit_allocations
+        if not reserve_tokens:
+            self.waits_exact += 1
+        elif not _ADMITTING.isdisjoint(step.operations):
+            self.waits_admission += 1
+        elif Operation.ALLOCATE in step.operations:
+            if max(step.num_new_tokens, default=0) > 1:
+                self.waits_prefill += 1
+            else:
+                self.waits_decode += 1
 
 
 class MissReason(Enum):

@@ -54,6 +54,24 @@ def test_both_clients_have_the_same_methods_and_parameters(blocking: type, async
             assert parameters[0] == parameters[1], name
 
 
+async def test_decodes_with_a_reserve_wait_for_no_answer(client: AsyncClient) -> None:
+    await client.create_pool(pool_config())
+    async with client.open_session("m", reserve_tokens=16) as session:
+        request, done = session.request("a", PROMPT), session.request("b", PROMPT)
+        assert await session.admit(request)
+        assert await session.admit(done)
+        async with session.step() as step:
+            step.free(done)
+        assert done.num_computed_tokens == 41  # not answered yet
+        for i in range(20):
+            async with session.step() as step:
+                step.decode([request], [i])
+            assert not step.waits
+        await session.settle()
+        assert (request.num_computed_tokens, done.num_computed_tokens) == (61, 0)
+        assert await session.admit(session.request("c", PROMPT))
+
+
 async def test_a_begun_step_is_answered_when_it_is_settled(client: AsyncClient) -> None:
     await client.create_pool(pool_config())
     async with await client.open_session("m") as session:

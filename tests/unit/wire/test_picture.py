@@ -32,7 +32,7 @@ def test_a_session_is_described_with_the_blocks_of_each_group() -> None:
     assert (info.sequence, info.executed_sequence) == (2, 1)
     assert (info.requests, info.running_requests, list(info.held_blocks)) == (2, 1, [9, 3])
     assert session.session_id not in str(info)
-    first, second = map(picture.request_info, session.requests.values())
+    first, second = (picture.request_info(world.pool, each) for each in session.requests.values())
     assert (first.request_id, first.num_tokens, first.num_computed_tokens, list(first.held_blocks)) == (
         "r1",
         36,
@@ -52,7 +52,7 @@ def test_a_preempted_request_waits_and_counts_its_preemptions() -> None:
     session = world.open()
     world.admit(session, 1, "ab", 8)
     world.run(session, Operation.PREEMPT, request_numbers=[1])
-    (request,) = map(picture.request_info, session.requests.values())
+    (request,) = (picture.request_info(world.pool, each) for each in session.requests.values())
     assert (request.num_preemptions, request.num_computed_tokens, list(request.held_blocks)) == (1, 0, [0])
     assert picture.session_info(world.pool, session, 0.0).running_requests == 0
     assert block_holders(world.sessions()) == []

@@ -27,6 +27,8 @@ def with_all_fields(kind: type[_ValueT]) -> _ValueT:
             values[field.name] = [bool(number & bit) for bit in (1, 2, 4, 8, 16)]
         elif field.name in CODES:
             values[field.name] = CODES[field.name]
+        elif field.default is False:
+            values[field.name] = True
         elif field.default_factory is not MISSING:
             values[field.name] = [number, 0, number + 2**31]
         else:

@@ -29,6 +29,7 @@ from kvpool.core.commands import (
     OpenSession,
     SetWeightsVersion,
 )
+from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import PoolName, SessionId
 from kvpool.core.sessions.session import LeaseBounds, Session
 from kvpool.core.specs.pool_config import PoolConfig
@@ -96,6 +97,7 @@ class EmbeddedTransport:
                     quota=Quota(options.min_blocks, options.max_blocks),
                     memory_id=options.memory_id,
                     weights_version=options.weights_version,
+                    reserve_tokens=options.reserve_tokens,
                 )
             )
             self._execute(AttachStream(session_id))  # it ends with this process, so it needs no lease
@@ -111,6 +113,7 @@ class EmbeddedTransport:
                 session.session_number,
                 LeaseTimer(inf, 0.0),
                 session.weights_version,
+                session.reserve_tokens,
             )
 
     async def apply(self, session_id: str, step: Step) -> StepResult:
@@ -177,22 +180,34 @@ class EmbeddedTransport:
         self._logs[pool.config.name].take_from(pool, time.time())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Calls:
     """See `SessionCalls`."""
 
     transport: EmbeddedTransport
     session_id: str
+    _begun: StepResult | KvpoolError | None = None
 
     async def prepare(self) -> None:
         """See `SessionCalls`."""
 
     async def exchange(self, step: Step) -> StepResult:
         """See `SessionCalls`."""
-        return await self.transport.apply(self.session_id, step)
+        begun, self._begun = self._begun, None
+        if isinstance(begun, KvpoolError):
+            raise begun
+        return begun or await self.transport.apply(self.session_id, step)
 
     async def begin_exchange(self, step: Step) -> None:
-        """See `SessionCalls`. Does nothing: `exchange` does all the work."""
+        """See `SessionCalls`."""
+        try:
+            self._begun = await self.transport.apply(self.session_id, step)
+        except KvpoolError as error:
+            self._begun = error
+
+    def is_answered(self) -> bool:
+        """See `SessionCalls`."""
+        return True
 
     async def mark_executed(self, executed_sequence: int) -> None:
         """See `SessionCalls`."""

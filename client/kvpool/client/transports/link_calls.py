@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import select
 import socket
 import ssl
 import threading
@@ -105,6 +106,14 @@ class SocketCall(_LinkCall):
         finally:
             self._end()
 
+    def has_answer(self) -> bool:
+        """See `StepCall`."""
+        if self._answers.payloads or self._error:
+            return True
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     async def receive(self, due_seconds: float) -> bytes:
         """See `StepCall`."""
         connection, answers = self._socket, self._answers
@@ -175,6 +184,10 @@ class AsyncioCall(_LinkCall, asyncio.Protocol):
         """See `LinkCall`."""
         del due_seconds
         self._transport.write(data)
+
+    def has_answer(self) -> bool:
+        """See `StepCall`."""
+        return bool(self._answers.payloads or self._error)
 
     async def receive(self, due_seconds: float) -> bytes:
         """See `StepCall`."""

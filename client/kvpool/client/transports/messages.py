@@ -94,6 +94,7 @@ def read_session(
         SessionNumber(session.session_number),
         lease_timer,
         session.weights_version,
+        session.reserve_tokens,
     )
 
 

@@ -70,6 +70,9 @@ class StepCall(Cancellable, Protocol):
     def send(self, step: bytes, due_seconds: float) -> None:
         """Sends a step, until a time of the monotonic clock. What has broken is reported by `receive`."""
 
+    def has_answer(self) -> bool:
+        """Whether `receive` would not wait."""
+
     async def receive(self, due_seconds: float) -> bytes:
         """Waits for the result of a step.
 
@@ -100,6 +103,10 @@ class ScheduleCall(ABC):
     @abstractmethod
     def send(self, step: bytes, due_seconds: float) -> None:
         """See `StepCall`."""
+
+    def has_answer(self) -> bool:
+        """See `StepCall`. gRPC does not tell, so the session waits."""
+        return True
 
     @abstractmethod
     async def receive(self, due_seconds: float) -> bytes:
@@ -197,6 +204,10 @@ class StepStream(ABC):
         except BaseException:
             self.end_call()  # whether an answer will come is unknown
             raise
+
+    def is_answered(self) -> bool:
+        """See `SessionCalls`."""
+        return self._begun is None or self._call is None or self._call.has_answer()
 
     def end_call(self) -> None:
         """Cancels the call: its next answer could be mistaken for that of a later step."""

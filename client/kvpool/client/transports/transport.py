@@ -30,6 +30,7 @@ class SessionOptions:
         max_blocks: Maximum number of blocks; 0 for none.
         memory_id: Name of the memory that holds the tensors; may be empty.
         weights_version: Version of the weights; may be empty.
+        reserve_tokens: Number of tokens for which requests hold slots in reserve.
     """
 
     pool_name: str
@@ -39,6 +40,7 @@ class SessionOptions:
     max_blocks: int = 0
     memory_id: str = ""
     weights_version: str = ""
+    reserve_tokens: int = 0
 
 
 class SessionCalls(Protocol):
@@ -52,6 +54,9 @@ class SessionCalls(Protocol):
 
     async def begin_exchange(self, step: Step) -> None:
         """Sends a step without waiting. Call `exchange` with it next: it waits for the result, and raises errors."""
+
+    def is_answered(self) -> bool:
+        """Whether `exchange` with the step that was begun would not wait for the service."""
 
     async def mark_executed(self, executed_sequence: int) -> None:
         """Reports which steps have been executed."""
@@ -80,6 +85,7 @@ class OpenedSession:
         session_number: Its number on the server, never used again; not secret.
         lease_timer: The time for which the lease is certain to last; renewed by the transport.
         weights_version: Its weights version.
+        reserve_tokens: Number of tokens for which its requests hold slots in reserve.
     """
 
     transport: "Transport"
@@ -91,6 +97,7 @@ class OpenedSession:
     session_number: SessionNumber
     lease_timer: LeaseTimer
     weights_version: str = ""
+    reserve_tokens: int = 0
 
 
 class WatchKind(Enum):

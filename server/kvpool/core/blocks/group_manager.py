@@ -144,15 +144,19 @@ class GroupManager:
             num_tokens = num_encoder_tokens
         return -(-num_tokens // self.span_tokens) + self._num_extra_blocks - len(table.block_ids)
 
+    def num_surplus_blocks(self, table: BlockTable, num_tokens: int) -> int:
+        """Number of a table's blocks after those with slots for its first `num_tokens` tokens."""
+        return 0 if self.counts_encoder_tokens else max(-self.num_missing_blocks(table, num_tokens, 0), 0)
+
     def credit_tokens(self, table: BlockTable) -> int:
         """Number of computed tokens that a request can reach without a change of this group.
 
         Up to there its tokens take slots in blocks that it holds, make no block cached, and leave none behind a window.
         """
         span = self.span_tokens
-        bound = (len(table.block_ids) - self._num_extra_blocks) * span
-        if self.counts_encoder_tokens:
-            bound = MAX_TOKENS
+        bound = MAX_TOKENS  # not `slot_tokens`: this runs for each row
+        if not self.counts_encoder_tokens:
+            bound = (len(table.block_ids) - self._num_extra_blocks) * span
         num_full = table.num_cached + 1
         if self._caches_later:
             num_full = self._num_full_to_cache(table.num_cached)
@@ -161,6 +165,12 @@ class GroupManager:
         if not self.spec.keeps_all:
             bound = min(bound, self.spec.num_computed_to_skip((table.num_skipped + 1) * span))
         return bound
+
+    def slot_tokens(self, table: BlockTable) -> int:
+        """Number of tokens for which a table has slots."""
+        if self.counts_encoder_tokens:
+            return MAX_TOKENS
+        return (len(table.block_ids) - self._num_extra_blocks) * self.span_tokens
 
     def _num_cacheable(self, request: Request, num_tokens: int) -> int:
         """Number of leading blocks to cache once the first `num_tokens` tokens have slots; see rule 5."""
@@ -359,6 +369,17 @@ class GroupManager:
         if not self._caches_all or table.has_stopped_caching:
             return None
         return min(max(end - table.num_cached, 0), count)
+
+    def free_surplus(self, table: BlockTable, num_tokens: int) -> list[BlockId]:
+        """Frees the last blocks of a table, those without slots for its first `num_tokens` tokens, and returns them."""
+        count = self.num_surplus_blocks(table, num_tokens)
+        if not count:
+            return []
+        surplus = table.block_ids[: -count - 1 : -1]
+        table.block_ids = table.block_ids[:-count]  # not in place: see BlockTable
+        table.num_cached = min(table.num_cached, len(table.block_ids))  # tokens of cached blocks may have been rejected
+        self._pool.free_blocks(self.group_id, surplus)
+        return surplus
 
     def get_num_common_prefix_blocks(self, table: BlockTable, others: Iterable[BlockTable], max_blocks: int) -> int:
         """Number of leading blocks, at most `max_blocks`, that the table shares with all others.

@@ -39,6 +39,8 @@ from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHit
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
 SUSPENDED_RETRY_SECONDS: Final = 0.5
+_RESERVE_FLOOR_SHARE: Final = 16
+"""The part of a pool's blocks that no reserve takes, as a divisor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class KVCacheManager:
             caches full blocks at once.
         gives_credit: Whether sessions may allocate on credit. Not in pools with states: hits of a state can wait for
             the steps that read it (`StateReaders`), so the service must know each step.
+        reserves_slots: Whether sessions may hold slots in reserve.
         state_managers: Managers of the groups that keep only the states at the ends of steps.
         state_readers: States that steps read; `record` each change of a request's tokens or blocks there, after it.
         quotas: Minimum and maximum numbers of blocks of the sessions.
@@ -139,6 +142,7 @@ class KVCacheManager:
         self.plain_manager = first if is_plain else None
         self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
         self._max_credit_tokens = 0 if config.partial_hits else config.max_model_len  # a copy must be known
+        self.reserves_slots = self.gives_credit and not config.partial_hits
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
         self.state_readers = StateReaders(self.state_managers)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks, self.sessions)
@@ -206,6 +210,20 @@ class KVCacheManager:
             if request.holds_blocks:
                 for table in request.tables:
                     table.stop_caching()
+
+    def set_reserve_floor(self) -> None:
+        """Records how many blocks a reserve leaves. O(sessions).
+
+        One of each group for each running request, and for one more; and a share of the pool for admissions.
+        """
+        num_running = sum([session.num_running for session in self.sessions.values()])
+        share = self.blocks.num_blocks // _RESERVE_FLOOR_SHARE
+        self._slot_allocator.reserve_floor_blocks = (num_running + 1) * len(self._managers) + share
+
+    @property
+    def reserve_floor_blocks(self) -> int:
+        """Blocks that a reserve leaves, as of the step that is applied."""
+        return self._slot_allocator.reserve_floor_blocks
 
     def max_new_blocks(self, num_tokens: int, num_requests: int) -> int:
         """Upper bound of the blocks that requests take, together, for slots of `num_tokens` further tokens."""
@@ -362,7 +380,8 @@ class KVCacheManager:
             The new blocks, group by group. None if too few are available to the session; then nothing was changed,
             except that blocks behind a window were freed.
         """
-        if computed is None and options is DEFAULT_OPTIONS and not num_encoder_tokens:
+        is_plain = computed is None and options is DEFAULT_OPTIONS and not num_encoder_tokens
+        if is_plain and not request.reserve_tokens:  # else credit goes beyond what a block fills
             end_tokens = request.num_computed_tokens + num_new_tokens
             if end_tokens + num_lookahead_tokens <= request.credit_tokens:  # changes nothing but the request
                 request.num_computed_tokens, request.filling_sequence = end_tokens, sequence
@@ -440,14 +459,20 @@ class KVCacheManager:
         """Number of computed tokens that a request can reach without a change of the pool.
 
         Most decodes take a slot in a block that the request already holds, and change nothing else. The session counts
-        them itself, and reports them with the next operation on the request.
+        them itself, and reports them with the next operation on the request. With slots in reserve, that operation also
+        caches the blocks that they filled, and frees those that they left behind a window.
         """
         credit_tokens = self._max_credit_tokens
         for manager, table in zip(self._managers, request.tables, strict=True):
-            bound_tokens = manager.credit_tokens(table)
+            bound_tokens = manager.slot_tokens(table) if request.reserve_tokens else manager.credit_tokens(table)
             if bound_tokens < credit_tokens:  # noqa: PLR1730 - min() takes longer than the rest of the loop
                 credit_tokens = bound_tokens
         return credit_tokens
+
+    def num_reserve_blocks(self, request: Request) -> int:
+        """Number of blocks, of all groups, that a request holds after those of its computed tokens."""
+        tables, num_tokens = request.tables, request.num_computed_tokens
+        return sum(each.num_surplus_blocks(tables[each.group_id], num_tokens) for each in self._managers)
 
     def cache_blocks(
         self,
@@ -469,6 +494,32 @@ class KVCacheManager:
                 manager.cache_blocks(request, num_tokens, sequence)
             if manager.caches_tails:
                 manager.cache_tail(request, num_tokens, start_tokens, sequence)
+
+    def reserve(
+        self, request: Request, num_tokens: int, *, may_take: bool, num_in_flight_tokens: int, sequence: ids.StepNumber
+    ) -> tuple[Sequence[BlockId], ...]:
+        """Does what a request's decodes on credit have left to do, and changes its reserve.
+
+        Args:
+            request: A request that holds blocks.
+            num_tokens: Tokens after the computed ones for which it should hold slots. Blocks after these are freed.
+            may_take: Whether it may take blocks.
+            num_in_flight_tokens: See `AllocationOptions`.
+            sequence: Number of the step.
+
+        Returns:
+            The new blocks, group by group; none if too few are left, see `SlotAllocator`.
+        """
+        num_computed = request.num_computed_tokens
+        self._slot_allocator.free_behind_windows(request, num_computed - num_in_flight_tokens)
+        if self.config.enable_caching:
+            self.cache_blocks(request, num_computed, sequence=sequence)
+        self._slot_allocator.give_back(request, num_computed + num_tokens)
+        new = self._slot_allocator.no_blocks
+        if may_take:
+            new = self._slot_allocator.reserve(request, num_computed + num_tokens)
+        request.credit_tokens = self.credit_tokens(request)
+        return new
 
     def cache_prompt_states(self, request: Request, start_tokens: int, sequence: ids.StepNumber) -> None:
         """Caches the states at the start of a step that extends a prompt, if the longer prompt can be resumed there.

@@ -7,6 +7,8 @@
 4. A block that is copied takes one more, before the other new blocks of its group.
 5. Reserved and watermark blocks count against the blocks that are available to the session. With a quota, the session
    allocates as if those blocks were its own pool.
+6. Slots in reserve are allocated only if `reserve_floor_blocks` are still available afterwards, so that each running
+   request of the pool can get its next block. All of a request's reserve is allocated, or none.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ from kvpool.core.ids import NULL_BLOCK, BlockId, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.specs.base import RequestLimits
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.allocation_options import AllocationOptions
+from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
 
 class SlotAllocator:
@@ -30,6 +32,7 @@ class SlotAllocator:
     Attributes:
         no_blocks: No blocks, in all groups.
         refused_for_ever: Whether a refusal that was not looked at was for more blocks than its session can ever hold.
+        reserve_floor_blocks: See rule 6.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class SlotAllocator:
     ) -> None:
         self.no_blocks: tuple[Sequence[BlockId], ...] = ((),) * len(managers)
         self.refused_for_ever = False
+        self.reserve_floor_blocks = 0
         self._blocks = blocks
         self._managers = managers
         self._windowed = [manager for manager in managers if not manager.spec.keeps_all]
@@ -93,7 +97,7 @@ class SlotAllocator:
             return None
         # Before the count, although the allocation may fail: as in vLLM, the freed blocks may be those that it lacks.
         if self._windowed:
-            self._free_behind_windows(request, num_computed_tokens - options.num_in_flight_tokens)
+            self.free_behind_windows(request, num_computed_tokens - options.num_in_flight_tokens)
         counts = []
         for manager in self._managers:
             i = manager.group_id
@@ -104,7 +108,10 @@ class SlotAllocator:
         if found is None:
             self._note_refused(request, hit, counts, len(copying))
             return None
-        held, num_own = found
+        num_wanted = num_slots + request.reserve_tokens
+        counts, (held, num_own) = self._with_reserve(
+            request, hit, counts, found, num_wanted, num_encoder_tokens, options
+        )
         if hit is not self.no_blocks:
             self._add_hit(request, hit)
         new: tuple[list[BlockId], ...] = ()
@@ -117,6 +124,53 @@ class SlotAllocator:
             self._place_states_and_copies(new, request, hit, end_tokens, copying, sequence)
         return new or self.no_blocks
 
+    def reserve(self, request: Request, num_slots: int) -> tuple[Sequence[BlockId], ...]:
+        """Allocates and returns the blocks that a request lacks for `num_slots` tokens; none if rule 6 forbids it."""
+        hit = self.no_blocks
+        none = ([0] * len(self._managers), ((), 0))
+        counts, (held, num_own) = self._with_reserve(request, hit, *none, num_slots, 0, DEFAULT_OPTIONS)
+        if max(counts) <= 0:
+            return self.no_blocks
+        new = self._allocate_missing(request, counts, 0, num_own)
+        if self._quotas.applies_to(request.holding):
+            self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
+        return new
+
+    def give_back(self, request: Request, num_slots: int) -> None:
+        """Frees the blocks of a request beyond those with slots for `num_slots` tokens."""
+        for manager, table in zip(self._managers, request.tables, strict=True):
+            freed = manager.free_surplus(table, num_slots)
+            if freed and self._quotas.applies_to(request.holding):
+                self._quotas.record_lost(request.holding, freed)
+
+    def _with_reserve(  # noqa: PLR0913, PLR0917 - as `allocate`
+        self,
+        request: Request,
+        hit: Sequence[Sequence[BlockId]],
+        counts: list[int],
+        found: tuple[Sequence[BlockId], int],
+        num_slots: int,
+        num_encoder_tokens: int,
+        options: AllocationOptions,
+    ) -> tuple[list[int], tuple[Sequence[BlockId], int]]:
+        """Adds the blocks of a request's reserve to those that it lacks, see rule 6; or returns these as they are."""
+        if not request.reserve_tokens:
+            return counts, found
+        num_slots = min(num_slots, self._max_tokens)
+        more = [
+            manager.num_missing_blocks(table, num_slots, num_encoder_tokens) - len(blocks)
+            for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
+        ]
+        if not any(wanted > max(count, 0) for wanted, count in zip(more, counts, strict=True)):
+            return counts, found
+        num_spare = options.num_reserved_blocks + options.num_watermark_blocks + self.reserve_floor_blocks
+        with_more = self._hit_to_hold(request, hit, more, num_spare)
+        if with_more is None:
+            if request.holding:
+                request.holding.is_over = False  # the allocation itself is not refused
+            return counts, found
+        return more, with_more
+
     def _add_hit(self, request: Request, hit: Sequence[Sequence[BlockId]]) -> None:
         """Adds the blocks of a hit to the tables of a request that holds none."""
         if self._blocks.free_list.num_held:
@@ -124,7 +178,7 @@ class SlotAllocator:
         for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
             manager.add_hit_blocks(table, blocks)
 
-    def _free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
+    def free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
         """Frees the blocks that no token attends to any more once `num_run_tokens` tokens have run."""
         for manager in self._windowed:
             table = request.tables[manager.group_id]

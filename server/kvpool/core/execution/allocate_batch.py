@@ -39,13 +39,7 @@ def allocate_plain_rows(
         return None
     span, caches = manager.span_tokens, pool.config.enable_caching
     lookahead_tokens = pool.config.hash_scheme.num_lookahead_tokens
-    counts = []
-    for row in rows:
-        num_slots = row.num_computed_tokens + row.num_new_tokens + row.num_lookahead_tokens
-        if num_slots > max_tokens:  # noqa: PLR1730 - min() is slower
-            num_slots = max_tokens
-        missing = (num_slots - 1) // span + 1 - len(row.request.tables[0].block_ids)
-        counts.append(missing if missing > 0 else 0)  # noqa: FURB136 - max() is slower
+    counts = _count_missing(pool, session.reserve_tokens, rows, span)
     num_missing = sum(counts)
     if num_missing > min(max_blocks, pool.blocks.num_available_blocks):
         return None
@@ -68,9 +62,29 @@ def allocate_plain_rows(
                 full_block_ids += table.block_ids[table.num_cached : num_full]
                 hashes += request.hashes[table.num_cached : num_full]
                 table.num_cached = num_full
-        credit_tokens = manager.credit_tokens(table)
+        credit_tokens = manager.slot_tokens(table) if session.reserve_tokens else manager.credit_tokens(table)
         request.credit_tokens = credit_tokens if credit_tokens < max_tokens else max_tokens  # noqa: FURB136 - min() is slower
     if full_block_ids:
         pool.blocks.prefix_map.insert(session.first_map, full_block_ids, hashes, session.session_number, sequence)
     pool.activity.allocations += len(rows)
     return counts, new
+
+
+def _count_missing(pool: KVCacheManager, reserve_tokens: int, rows: Sequence[Row], span: int) -> list[int]:
+    """Number of blocks that each row takes: those that its request lacks, and then its reserve, see `SlotAllocator`."""
+    max_tokens, num_left = pool.config.max_model_len, pool.blocks.num_available_blocks - pool.reserve_floor_blocks
+    counts = []
+    for row in rows:
+        num_slots = row.num_computed_tokens + row.num_new_tokens + row.num_lookahead_tokens
+        if num_slots > max_tokens:  # noqa: PLR1730 - min() is slower
+            num_slots = max_tokens
+        num_held = len(row.request.tables[0].block_ids)
+        missing = (num_slots - 1) // span + 1 - num_held
+        missing = missing if missing > 0 else 0  # noqa: FURB136 - max() is slower
+        if reserve_tokens:
+            wanted = (min(num_slots + reserve_tokens, max_tokens) - 1) // span + 1 - num_held
+            if missing < wanted <= num_left:
+                missing = wanted
+            num_left -= missing
+        counts.append(missing)
+    return counts

@@ -11,6 +11,8 @@
 5. A step that reports launched steps first releases the blocks of their copies; without such reports, each step those
    of the steps before it.
 6. What a step frees while earlier steps are in flight waits for them, see `StepsInFlight`.
+7. What a request has computed on credit counts as filled by the step that reports it, which is later: so no session
+   finds these blocks before they have their contents. When the request is freed, the steps that fill them are certain.
 """
 
 from bisect import bisect_left
@@ -62,7 +64,7 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
     pool.check_serving()
     try:
         rows, num_admitted_tokens = read_rows(pool, session, step)
-        _reserve(pool, step, rows, num_admitted_tokens)
+        _reserve_memory(pool, session, step, rows, num_admitted_tokens)
         if session.requests_copy:
             session.before_change(row.request for row in rows if isinstance(row, Row))
     except MemoryError:
@@ -88,13 +90,13 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
     if free_list.num_held or pool.in_flight.kept or session.waits_since_seconds < inf:
         _note_wait(pool, session)
     session.remember(message, result)
-    pool.activity.steps += 1
-    pool.activity.operations += len(step.operations)
-    pool.activity.allocations += step.num_credit_allocations
+    pool.activity.count_step(step, session.reserve_tokens)
     return result
 
 
-def _reserve(pool: KVCacheManager, step: Step, rows: Sequence[Row | PoolRow], num_admitted_tokens: int) -> None:
+def _reserve_memory(
+    pool: KVCacheManager, session: Session, step: Step, rows: Sequence[Row | PoolRow], num_admitted_tokens: int
+) -> None:
     """Reserves the memory and the blocks that a step can take, so that no lack of memory interrupts it. O(operations).
 
     Raises:
@@ -104,6 +106,7 @@ def _reserve(pool: KVCacheManager, step: Step, rows: Sequence[Row | PoolRow], nu
     num_bytes += (len(step.token_ids) + len(step.block_ids)) * _ID_BYTES
     num_tokens = sum(step.num_new_tokens) + sum(step.num_lookahead_tokens) + num_admitted_tokens
     num_tokens += sum(step.num_encoder_tokens) + sum(step.num_external_tokens)
+    num_tokens += session.reserve_tokens * len(rows)
     num_blocks = pool.max_new_blocks(num_tokens, len(rows))
     if num_blocks > MAX_STEP_WORK:  # the operation that exceeds this limit is the last
         most = max((pool.max_new_blocks(_max_new_tokens(row), 1) for row in rows if isinstance(row, Row)), default=0)
@@ -113,10 +116,10 @@ def _reserve(pool: KVCacheManager, step: Step, rows: Sequence[Row | PoolRow], nu
 
 def _max_new_tokens(row: Row) -> int:
     """Upper bound of the tokens that get slots by an operation."""
-    if row.operation not in (Operation.ADMIT, Operation.ALLOCATE):
+    if row.operation not in (Operation.ADMIT, Operation.ALLOCATE, Operation.RESERVE):
         return 0
     known = row.num_tokens if row.operation is Operation.ADMIT else 0
-    new = row.num_new_tokens + row.num_lookahead_tokens + row.options.num_external_tokens
+    new = row.num_new_tokens + row.num_lookahead_tokens + row.options.num_external_tokens + row.request.reserve_tokens
     return known + new + row.num_encoder_tokens
 
 
@@ -151,6 +154,7 @@ class _Application:
         self._pool = pool
         self._session = session
         self._sequence = StepNumber(step.sequence)
+        self._launched = step.launched_sequence
         self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
         self._out_of_blocks = False
         self._work = 0
@@ -159,6 +163,8 @@ class _Application:
 
     def run(self, rows: Sequence[Row | PoolRow]) -> StepResult:
         result, i = self._result, 0
+        if self._session.reserve_tokens:
+            self._pool.set_reserve_floor()
         for is_plain, consecutive in groupby(rows, key=attrgetter("is_plain")):
             if is_plain:
                 i += self._allocate_batch(i, cast("list[Row]", list(consecutive)))
@@ -175,6 +181,7 @@ class _Application:
                 i += 1
         if self._pool.config.partial_hits:
             self._put_copies()
+        result.reserve_wanted, self._session.owes_reserve = self._session.owes_reserve, False
         result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)
         return result
 
@@ -278,6 +285,16 @@ class _Application:
         self._put_hit(i, request, admission.computed)
         self._put_blocks("num_new_blocks", i, admission.new_blocks)
 
+    def reserve(self, i: int, row: Row) -> None:
+        new = self._pool.reserve(
+            row.request,
+            row.num_lookahead_tokens,
+            may_take=not self._is_refusing,
+            num_in_flight_tokens=row.options.num_in_flight_tokens,
+            sequence=self._sequence,
+        )
+        self._put_blocks("num_new_blocks", i, new)
+
     def lookup(self, i: int, row: Row) -> None:
         if self._work >= MAX_STEP_WORK:
             self._put_outcome(i, Outcome.SKIPPED)
@@ -303,6 +320,9 @@ class _Application:
 
     def free(self, _: int, row: Row) -> None:
         self._withdraw_pending(row.request)
+        is_certain = self._launched or not self._session.reports_execution
+        if row.has_taken and row.request.reserve_tokens and is_certain and self._pool.config.enable_caching:
+            self._pool.cache_blocks(row.request, row.num_computed_tokens, sequence=self._sequence)
         self._pool.free(row.request)
         self._session.forget(row.request)
 
@@ -337,7 +357,11 @@ class _Application:
         outcome = Outcome.OVER_QUOTA if holding and holding.is_over else Outcome.NO_BLOCKS
         if holding:
             holding.is_over = False  # another refusal may have another reason
-        self._put_outcome(i, Outcome.NEVER_FITS if self._pool.take_refused_for_ever() else outcome)
+        outcome = Outcome.NEVER_FITS if self._pool.take_refused_for_ever() else outcome
+        self._put_outcome(i, outcome)
+        if outcome is Outcome.NO_BLOCKS:
+            for other in self._pool.sessions.values():
+                other.owes_reserve |= other.reserve_tokens > 0 and other is not self._session
         self._out_of_blocks = True
 
     def _put_promise(self, i: int, request: Request, computed: ComputedBlocks) -> None:
@@ -393,6 +417,7 @@ _HANDLERS: Final[dict[Operation, Callable[[_Application, int, Row], None]]] = {
     **dict.fromkeys(LOOKING_UP, _Application.lookup),
     Operation.ADMIT: _Application.admit,
     Operation.ALLOCATE: _Application.allocate,
+    Operation.RESERVE: _Application.reserve,
     Operation.CACHE: _Application.cache,
     Operation.FREE: _Application.free,
     Operation.PREEMPT: _Application.preempt,

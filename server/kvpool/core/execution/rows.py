@@ -327,6 +327,7 @@ class _StepReader:
             holding=self._session.holding,
             first_map=self._session.first_map,
             copies=self._session.copies,
+            reserve_tokens=self._session.reserve_tokens,
         )
 
     def _read_appended(self, i: int, row: Row, appended: int) -> None:
@@ -432,6 +433,15 @@ class _StepReader:
             check_range(f"num_lookahead_tokens[{i}]", row.num_lookahead_tokens, 0, self._max_tokens)
             check_range(f"num_encoder_tokens[{i}]", row.num_encoder_tokens, 0, MAX_TOKENS)
 
+    def check_reserve(self, i: int, row: Row, _: _BlockIds) -> None:
+        if not self._session.reserve_tokens:
+            raise InvalidArgumentError(f"operations[{i}]", "RESERVE needs a session with reserve_tokens")
+        self._read_options(i, row)
+        check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 0, 0)
+        if not _is_admitted(row):
+            message = f"request {row.request.request_id!r} holds no blocks, so it holds none in reserve"
+            raise WrongStateError("REQUEST_HOLDS_NO_BLOCKS", message, field=f"request_numbers[{i}]")
+
     def check_cache(self, i: int, row: Row, _: _BlockIds) -> None:
         check_range(f"num_new_tokens[{i}]", row.num_new_tokens, 0, row.num_computed_tokens)
 
@@ -480,6 +490,7 @@ _CHECKS: Final[dict[Operation, Callable[[_StepReader, int, Row, _BlockIds], None
     Operation.ADMIT: _StepReader.check_admission,
     Operation.ALLOCATE: _StepReader.check_allocation,
     Operation.CACHE: _StepReader.check_cache,
+    Operation.RESERVE: _StepReader.check_reserve,
     Operation.FREE: _StepReader.note_free,
     **dict.fromkeys(LOOKING_UP, _StepReader.check_lookup),
 }

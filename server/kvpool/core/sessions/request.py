@@ -161,6 +161,7 @@ class Request:
         holding: The blocks that the session's requests hold, if the session has a quota.
         first_map: First map of the session's scope in the pool's prefix map.
         copies: The copies of the session's steps that may still have to be made, see `Session`.
+        reserve_tokens: See `Session`.
     """
 
     request_id: RequestId
@@ -186,6 +187,7 @@ class Request:
     holding: Holding | None = field(default=None, metadata=left_out("is the session's"))
     first_map: MapId = field(default=MapId(0), metadata=left_out("is the session's"))
     copies: list[BlockCopy] = field(default_factory=list, metadata=left_out("is the session's"))
+    reserve_tokens: int = field(default=0, metadata=left_out("is the session's"))
 
     def freeze(self) -> Callable[[], "Request"]:
         """Returns a function that makes a copy of the request as it is now, see rule 1."""

@@ -28,6 +28,7 @@ REMEMBERED_ENTRIES: Final = 2**20
 REMEMBERED_KEYS: Final = 16
 MAX_KEY_BYTES: Final = 64
 MAX_WEIGHTS_VERSION_BYTES: Final = 256
+MAX_RESERVE_TOKENS: Final = 4096
 MAX_STEP_SECONDS: Final = 600.0
 """No step takes as long: vLLM ends an engine whose step takes 300 s."""
 
@@ -122,6 +123,9 @@ class Session:
         namespace: Separates the session's cached blocks from those of sessions with another namespace.
         weights_version: Separates them from those of sessions with other weights; empty if the weights never change.
         first_map: First map of the session's scope in the pool's prefix map.
+        reserve_tokens: Number of tokens for which running requests hold slots beyond those that they need, while enough
+            blocks are free; 0 for none.
+        owes_reserve: Whether another session was refused blocks, and this one does not know.
         open_streams: Number of open streams that keep the session alive.
         sequence: Number of the last step.
         executed_sequence: Most recent step that the session reported as executed.
@@ -154,6 +158,8 @@ class Session:
     namespace: bytes = b""
     weights_version: str = ""
     first_map: MapId = MapId(0)  # noqa: RUF009 - a NewType of int is immutable
+    reserve_tokens: int = 0
+    owes_reserve: bool = False
     open_streams: int = 0
     sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
     executed_sequence: StepNumber = StepNumber(0)  # noqa: RUF009 - a NewType of int is immutable
@@ -265,6 +271,7 @@ class Session:
     def restore_request(self, request: Request) -> None:
         """Adds a request to a restored copy."""
         request.holding, request.first_map, request.copies = self.holding, self.first_map, self.copies
+        request.reserve_tokens = self.reserve_tokens
         self.num_running += request.num_computed_tokens > 0
         self.add(request)
 

@@ -40,6 +40,7 @@ class Operation(IntEnum):
     APPEND = 11
     LOOKUP_UNCOUNTED = 12
     LOOKUP = 13
+    RESERVE = 14
 
     # That of an enum is a function in Python, which took a tenth of the time of a row of a step.
     __hash__ = int.__hash__
@@ -83,7 +84,8 @@ class Step:
         num_new_tokens: Column: ALLOCATE: tokens to allocate; ADMIT: the maximum, 0 for all; CACHE: tokens to cache.
         num_taken_tokens: Column: tokens for which the request took slots on credit since it was last named.
         num_rejected_tokens: Column: allocated tokens that were rejected; their slots are reused.
-        num_lookahead_tokens: Column: tokens after the new ones for which to allocate slots.
+        num_lookahead_tokens: Column: tokens after the new ones for which to allocate slots. RESERVE: tokens after the
+            computed ones for which the request should hold slots; it frees the blocks after these.
         num_encoder_tokens: Column: output tokens of the request's encoder, which take slots in cross-attention groups.
         delay_cache_blocks: Column: leave full blocks uncached until CACHE.
         num_external_tokens: Column: see `AllocationOptions`, also for the next four.
@@ -149,6 +151,7 @@ class StepResult:
         num_new_blocks: Column, per operation and group: new blocks.
         block_ids: Queue: for each operation the blocks of the hit by group, then the new blocks by group.
         copied_block_ids: Queue: group, source and target of each copy that the engine makes before the step runs.
+        reserve_wanted: Whether another session was refused blocks since the last step: give the reserves back.
     """
 
     sequence: int
@@ -163,6 +166,7 @@ class StepResult:
     num_new_blocks: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     copied_block_ids: list[int] = field(default_factory=list)
+    reserve_wanted: bool = False
 
     @property
     def num_entries(self) -> int:

@@ -146,6 +146,16 @@ _LABELLED: Final = {
             "process_gone": pool.activity.processes_gone,
         },
     ),
+    "kvpool_client_waits_total": _LabelledRow(
+        "cause",
+        "Steps whose answers schedulers wait for, by cause.",
+        lambda pool: {
+            "admission": pool.activity.waits_admission,
+            "prefill": pool.activity.waits_prefill,
+            "decode": pool.activity.waits_decode,
+            "exact": pool.activity.waits_exact,
+        },
+    ),
 }
 
 _GROUP: Final[dict[str, Row[GroupInfo]]] = {

@@ -88,7 +88,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             self._parts.pools.check_exists(request.pool_name)
             sessions = [s for pool, s in self._parts.state.sessions if pool.config.name == request.pool_name]
         listed, token = inspection.page_of_requests(sessions, page)
-        return admin_pb2.ListRequestsResponse(requests=map(picture.request_info, listed), next_page_token=token)
+        requests = [picture.request_info(self._parts.state.pools.get(request.pool_name), each) for each in listed]
+        return admin_pb2.ListRequestsResponse(requests=requests, next_page_token=token)
 
     @in_turn
     def ListBlocks(self, request: admin_pb2.ListBlocksRequest) -> admin_pb2.ListBlocksResponse:

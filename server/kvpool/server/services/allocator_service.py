@@ -91,6 +91,7 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
                 namespace=caller.grant.namespace if caller else b"",
                 memory_id=request.memory_id,
                 weights_version=request.weights_version,
+                reserve_tokens=request.reserve_tokens,
             ),
             now_seconds,
         )

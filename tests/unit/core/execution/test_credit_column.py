@@ -12,6 +12,7 @@ from kvpool.core.steps.columns import Operation, Outcome
 from support.core import BLOCK_SIZE, World, block_hashes, opened
 
 ADMIT, ALLOCATE, APPEND, CACHE = Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND, Operation.CACHE
+RESERVE = Operation.RESERVE
 FREE, PREEMPT, EVICT = Operation.FREE, Operation.PREEMPT, Operation.EVICT
 FOURTH = block_hashes("abcd", 4)[-32:]
 
@@ -80,7 +81,9 @@ def test_without_caching_the_credit_ends_with_the_blocks() -> None:
     assert world.admit(session, 1, "", 13).credit_tokens == [16]
 
 
-@pytest.mark.parametrize("operation", [operation for operation in Operation if operation not in (ADMIT, ALLOCATE)])
+@pytest.mark.parametrize(
+    "operation", [operation for operation in Operation if operation not in (ADMIT, ALLOCATE, RESERVE)]
+)
 def test_requests_without_blocks_have_no_credit(operation: Operation, world: World, session: Session) -> None:
     without_request = operation in (EVICT, Operation.RESET)
     world.run(session, APPEND, request_numbers=[2], num_appended_tokens=[3], request_ids=["waiting"])

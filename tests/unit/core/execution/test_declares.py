@@ -13,7 +13,7 @@ from support.core import BLOCK_SIZE, World, block_hashes, opened
 from support.integrity import check_integrity
 
 ADMIT, ALLOCATE, APPEND = Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND
-FREE, EVICT, RESET = Operation.FREE, Operation.EVICT, Operation.RESET
+FREE, EVICT, RESET, RESERVE = Operation.FREE, Operation.EVICT, Operation.RESET, Operation.RESERVE
 NAMING = [operation for operation in Operation if operation not in (EVICT, RESET)]
 LOOKING_UP = [Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE]
 DECLARING = [*LOOKING_UP, ADMIT, ALLOCATE, APPEND]
@@ -22,7 +22,7 @@ DECLARING = [*LOOKING_UP, ADMIT, ALLOCATE, APPEND]
 @pytest.fixture
 def session(world: World) -> Session:
     """A session with a running request, number 1, and a waiting one, number 2."""
-    session = world.open()
+    session = world.open(reserve_tokens=8)
     world.admit(session, 1, "abc", 13)
     world.run(session, APPEND, request_numbers=[2], num_appended_tokens=[3], request_ids=["r2"])
     return session
@@ -50,7 +50,8 @@ def allowing(operation: Operation) -> int:
 def test_a_second_operation_on_a_request_is_refused(
     first: Operation, second: Operation, world: World, session: Session
 ) -> None:
-    error = refusal(world, session, first, second, request_numbers=[allowing(first)] * 2, num_new_tokens=[1, 1])
+    new = [int(first is not RESERVE), 1]
+    error = refusal(world, session, first, second, request_numbers=[allowing(first)] * 2, num_new_tokens=new)
     assert named_twice(error) == "request_numbers[1]"
 
 
@@ -72,7 +73,7 @@ def test_the_declaration_of_a_number_that_the_step_named_is_refused(
     """Also after a free: its number can be used again from the next step on."""
     error = refusal(
         world, session, operation, APPEND, request_numbers=[allowing(operation)] * 2, declares=[False, True],
-        num_appended_tokens=[0, 3], num_new_tokens=[1, 0], request_ids=["x"],
+        num_appended_tokens=[0, 3], num_new_tokens=[int(operation is not RESERVE), 0], request_ids=["x"],
     )  # fmt: skip
     assert named_twice(error) == "request_numbers[1]"
 
@@ -120,7 +121,7 @@ def test_an_operation_declares_its_request_and_is_applied_to_it(
     operation: Operation, world: World, session: Session
 ) -> None:
     declared_at_once = World()
-    other = declared_at_once.open()
+    other = declared_at_once.open(reserve_tokens=8)
     declared_at_once.admit(other, 1, "abc", 13)
     columns: dict[str, Any] = {
         "num_appended_tokens": [13], "block_hashes": block_hashes("abc", 3), "request_ids": ["x"],

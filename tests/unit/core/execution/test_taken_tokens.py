@@ -127,7 +127,8 @@ def test_taken_tokens_count_like_allocated_tokens(case: str) -> None:
         for request in session.requests.values():
             request.filling_sequence = STEP
         world.pool.blocks.prefix_map.pending.publish(session.session_number, StepNumber(9))
-        world.pool.activity.steps = world.pool.activity.operations = 0
+        activity = world.pool.activity
+        activity.steps = activity.operations = activity.waits_exact = 0
     assert reporting.snapshot() == asking.snapshot()
 
 
@@ -161,6 +162,7 @@ def test_allocations_on_credit_change_only_statistics(world: World, session: Ses
     activity = world.pool.activity
     assert activity.allocations == allocations + 2**24
     activity.allocations, activity.steps, session.sequence = allocations, activity.steps - 1, StepNumber(2)
+    activity.waits_exact -= 1
     assert world.snapshot() == before
 
 

@@ -23,7 +23,9 @@ def test_the_same_key_finds_the_session_it_opened(world: World) -> None:
     assert opened(world, "") is not opened(world, "")
 
 
-@pytest.mark.parametrize("change", [{"pool": "n"}, {"client_name": "d"}, {"lease_seconds": 11.0}])
+@pytest.mark.parametrize(
+    "change", [{"pool": "n"}, {"client_name": "d"}, {"lease_seconds": 11.0}, {"reserve_tokens": 8}]
+)
 def test_a_key_used_with_different_arguments_is_refused(world: World, change: dict[str, Any]) -> None:
     session = opened(world, "k")
     with world.refuses(field="open_key", reason="OPEN_KEY_REUSED"):

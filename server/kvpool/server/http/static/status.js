@@ -397,7 +397,7 @@ function showSessions() {
   fill("sessions", sorted.map(({ info, quarantine }) => [
     info.session_number, info.client_name || "–", info.pool_name,
     number.format(held(info)) + (info.max_blocks ? ` of ${number.format(info.max_blocks)}` : ""),
-    number.format(info.running_requests), number.format(info.requests - info.running_requests), waitOf(info, quarantine),
+    info.reserve_tokens || "–", number.format(info.running_requests), number.format(info.requests - info.running_requests), waitOf(info, quarantine),
     number.format(info.sequence), duration(info.age_seconds), info.streaming ? "–" : duration(info.idle_seconds),
   ]), "No sessions.");
   const rest = data.sessions.num_sessions - sorted.length;
