@@ -71,7 +71,7 @@ class Load:
 
 def measure_images(address: str, num_steps: int) -> dict[str, Any]:
     """Seconds per side for the same random requests; images end the prediction of a round that does not know them."""
-    kvpool = {"kvpool": {"address": address, "pool": f"bench.{os.getpid()}.images"}}
+    kvpool = {"kvpool": {"address": address, "pool": f"bench.{os.getpid()}.images", "reserve_tokens": -1}}
     seconds = {}
     for name, scheduler_class, additional_config in (("vllm", Plain, {}), ("kvpool", Scheduler, kvpool)):
         setup = Setup(
@@ -101,8 +101,8 @@ def measure_images(address: str, num_steps: int) -> dict[str, Any]:
 
 def measure(num_running: int, address: str) -> dict[str, Any]:
     """Medians in microseconds, and the ratio of the sums, of rounds that take turns."""
-    kvpool = {"address": address, "pool": f"bench.{os.getpid()}.{num_running}"}
-    shared = {"address": address, "pool": f"{kvpool['pool']}.shared", "memory_id": "bench"}
+    kvpool = {"address": address, "pool": f"bench.{os.getpid()}.{num_running}", "reserve_tokens": -1}
+    shared = {**kvpool, "pool": f"{kvpool['pool']}.shared", "memory_id": "bench"}
     loads = {
         "vllm": Load(Plain, num_running, {}),
         "kvpool": Load(Scheduler, num_running, {"kvpool": kvpool}),

@@ -111,6 +111,12 @@ def _known(kind: Any, **values: Any) -> Any:
 _schedulers: list[Any] = []
 
 
+def _exact(additional_config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with blocks taken in vLLM's order, unless it says how many slots are held in reserve."""
+    kvpool = additional_config.get("kvpool")
+    return additional_config if kvpool is None else {"kvpool": {"reserve_tokens": 0, **kvpool}}
+
+
 def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
     """Makes a scheduler of a class, with the groups of a setup."""
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -152,7 +158,7 @@ def make_scheduler(scheduler_class: Any, setup: Setup, folder: Path) -> Any:
         speculative_config=_drafts(setup, model_config) if setup.num_drafts else None,
         kv_events_config=_events(setup.events_endpoint) if setup.events_endpoint else None,
         kv_transfer_config=_transfer(setup.load_failures) if setup.load_failures else None,
-        additional_config=setup.additional_config,
+        additional_config=_exact(setup.additional_config),
         parallel_config=ParallelConfig(worker_cls=setup.worker_cls, pipeline_parallel_size=setup.num_stages),
     )
     vllm_config.scheduler_config.async_scheduling = (

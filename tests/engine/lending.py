@@ -58,15 +58,15 @@ class PoolLender(FakeLender):
 
     def settings(self, pool: str) -> dict[str, Any]:
         """What an engine is given to run on the lent memory."""
-        return attached_to(self._service, pool, self.address)
+        return attached_to(self._service, pool, self.address, reserve_tokens=0)  # blocks in vLLM's order
 
 
-def attached_to(service: str, pool: str, memory: str) -> dict[str, Any]:
+def attached_to(service: str, pool: str, memory: str, **settings: object) -> dict[str, Any]:
     """What an engine is given to run on memory that is lent at an address. vLLM's plugin chooses the classes.
 
-    The weights that `tiny_engine` draws are in no file, so that their version is stated.
+    The weights that `tiny_engine` draws are in no file, so that their version is stated. `settings` are more of kvpool.
     """
-    given = {"address": service, "pool": PoolName(pool), "memory": memory, "weights_version": "drawn"}
+    given = {"address": service, "pool": PoolName(pool), "memory": memory, "weights_version": "drawn", **settings}
     return {"additional_config": {"kvpool": given}}
 
 

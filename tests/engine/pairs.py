@@ -75,7 +75,7 @@ class Pairs:
     def run(self, name: str) -> Pair:
         if name not in self._done:
             self._done[name] = None
-            kvpool = {"address": self._address, "pool": name}
+            kvpool = {"address": self._address, "pool": name, "reserve_tokens": 0}
             attached = {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": kvpool}}
             self._done[name] = run_pair(self._engines[name], attached, self._folder / name)
         pair = self._done[name]

@@ -35,7 +35,7 @@ def output_of(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-def test_an_engine_logs_where_it_is_attached(address: str, tmp_path: Path) -> None:
+def test_an_engine_logs_where_it_is_attached_and_what_it_waited_for(address: str, tmp_path: Path) -> None:
     write_model(LLAMA, tmp_path / "model")
     specification = Engine(LLAMA, 64, ("salts",)).specification(tmp_path / "model")
     kvpool = {"address": address, "pool": "logged"}
@@ -45,6 +45,10 @@ def test_an_engine_logs_where_it_is_attached(address: str, tmp_path: Path) -> No
     fields = r"pool=logged session=\d+ epoch=\d+ memory=vllm-\S+ blocks=64 cached_blocks=0"
     fields += f" address={address} async_scheduling=False"
     assert re.search(rf"INFO .*\] engine attached {fields}$", log, re.MULTILINE), log
+    waits = r"waits_admission=[1-9]\d* waits_decode=\d+ waits_background=\d+"
+    assert re.search(
+        rf"INFO .*\] engine detached pool=logged session=\d+ rounds=[1-9]\d* {waits}$", log, re.MULTILINE
+    ), log
     assert "Using custom scheduler class" not in log
 
 

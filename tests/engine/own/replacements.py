@@ -21,7 +21,8 @@ class PoolScheduler(Scheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         vllm_config.additional_config = {"kvpool": {"address": pools.server().address, "pool": pools.new_name()}}
-        vllm_config.additional_config["kvpool"]["deadline_seconds"] = pools.DEADLINE_SECONDS
+        settings = {"deadline_seconds": pools.DEADLINE_SECONDS, "reserve_tokens": 0}  # blocks in vLLM's order
+        vllm_config.additional_config["kvpool"].update(settings)
         super().__init__(vllm_config, *args, **kwargs)
         pools.close_later(self._kvpool.session)
         show_blocks(self.kv_cache_manager)

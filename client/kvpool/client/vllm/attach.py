@@ -90,6 +90,7 @@ def attach(scheduler: Any, settings: Settings, lost: Attachment | None = None) -
                 min_blocks=settings.min_blocks,
                 max_blocks=settings.max_blocks,
                 weights_version=unknown_weights_version() if lost else weights_version,
+                reserve_tokens=_reserve_tokens(scheduler, settings, config),
             )
         )
         if settings.memory:
@@ -114,6 +115,13 @@ def attach(scheduler: Any, settings: Settings, lost: Attachment | None = None) -
         },
     )
     return Attachment(client, session, memory_id, lender)
+
+
+def _reserve_tokens(scheduler: Any, settings: Settings, config: PoolConfig) -> int:
+    """Slots in reserve. Drafts that are rejected, and what a connector loads, need a message for each step anyway."""
+    if scheduler.connector is not None or scheduler.vllm_config.speculative_config:
+        return 0
+    return max(config.spans_tokens) if settings.reserve_tokens < 0 else settings.reserve_tokens
 
 
 def _warn_of(config: PoolConfig, settings: Settings, info: PoolInfo) -> None:

@@ -55,11 +55,12 @@ class BatchedRequests:
         """Whether the batch has no calls."""
         return not (self.grants or self.admissions)
 
-    def decode(self, builder: StepBuilder, requests: Sequence[Request]) -> None:
-        """Adds one token for each request, in one row group."""
+    def decode(self, builder: StepBuilder, requests: Sequence[Request], in_flight: Sequence[int] = ()) -> None:
+        """Adds one token for each request, in one row group. `in_flight`: tokens of each in flight, if needed."""
         if not requests:
             return
-        decodes = builder.decode(requests, num_lookahead_tokens=self.num_lookahead_tokens)
+        ahead = self.num_lookahead_tokens
+        decodes = builder.decode(requests, num_lookahead_tokens=ahead, num_in_flight_tokens=in_flight)
         self.grants.update(dict.fromkeys([request.request_id for request in requests], (self._no_blocks, 1)))
         for place in decodes.may_need_blocks:
             self._add(requests[place].request_id, 1, decodes, place)

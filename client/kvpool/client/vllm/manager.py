@@ -261,7 +261,7 @@ class KVCacheManager:
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """Caches the full blocks of the first tokens that are not cached yet."""
-        if not self.enable_caching:
+        if not self.enable_caching or self.session.reserve_tokens:  # it reports what it has computed, see `reserves`
             return
         session_request = self.batcher.requests[request.request_id]
         # Tokens without slots count as computed, see `allocate_slots`.
@@ -301,7 +301,7 @@ class KVCacheManager:
         as with other weights, and its requests that hold blocks continue, but cache no further ones.
         """
         if self.keeps_prefixes or self._shares_memory:
-            self.batcher.flush()  # the blocks of preempted requests
+            self.batcher.deliver_all()  # the blocks of preempted requests
         if self.keeps_prefixes:
             return True
         if self._shares_memory:

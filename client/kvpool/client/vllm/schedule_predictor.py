@@ -59,7 +59,6 @@ class SchedulePredictor:
             and scheduler.connector is None  # it is called between look-up and allocation
             and not scheduler.prefix_replay_tokens  # of a hit, some tokens are computed again
         )
-        self._can_restart = drafter is None and scheduler.connector is None and not scheduler.needs_kv_cache_zeroing
 
     def begin_round(self) -> None:
         """Forgets the encoder inputs of the round before."""
@@ -108,15 +107,6 @@ class SchedulePredictor:
                 allocating.append((request, new))
                 tokens_left -= new
         return allocating, self._is_plain
-
-    def can_restart(self, *, is_admitting: bool) -> bool:
-        """Whether a round with predicted running requests changes nothing before its first waiting request.
-
-        Args:
-            is_admitting: Whether the first waiting request is predicted too.
-        """
-        waits = bool(self._scheduler.waiting or self._scheduler.kv_holding_waiting)
-        return self._can_restart and not self.encoder_inputs.is_changed and (is_admitting or not waits)
 
     def long_prefill_tokens(self) -> int:
         """Maximum number of tokens of one request in this round; 0 for only the limit of the round."""

@@ -17,7 +17,7 @@ from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.manager import KVCacheManager, forget_weights
 from kvpool.client.vllm.publisher import replaced_publisher
 from kvpool.client.vllm.settings import Settings
-from kvpool.client.vllm.step_batcher import SESSION_ENDED, RefusedError
+from kvpool.client.vllm.step_batcher import SESSION_ENDED
 from kvpool.client.vllm.weights import LoRAs
 from kvpool.core.errors import KvpoolError
 
@@ -100,17 +100,14 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 return
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a scheduling round, with one restart if a grant was refused."""
+        """Runs a scheduling round."""
         batcher = self.kv_cache_manager.batcher
         if not batcher.lost:
             batcher.begin()
         if batcher.lost:
             self._attach_anew(batcher.lost)
             self.kv_cache_manager.batcher.begin()
-        try:
-            output = super().schedule(*args, **kwargs)
-        except RefusedError:  # raised before the round changed any state
-            output = super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
         if self._kvpool.lender:  # the workers check it before they run the step
             lease = self._kvpool.session.table_lease
             output.kvpool_lease = (self._kvpool.session.config.name, lease.epoch, lease.session_number)
@@ -182,7 +179,9 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 if self.kvpool_loras:
                     self._check_loras(scheduler_output)
                 # All stages of a pipeline have written the step's blocks: each passes on what it computed from them.
-                self.kv_cache_manager.batcher.mark_executed(sequence, is_newest=not self._rounds)
+                # Rounds on credit have the number of the round before them: it has run when the last of these has.
+                is_shared = bool(self._rounds) and self._rounds[0][1] == sequence
+                self.kv_cache_manager.batcher.mark_executed(sequence - is_shared, is_newest=not self._rounds)
                 break
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._flush_if_idle()
@@ -203,7 +202,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     def _flush_if_idle(self) -> None:
         """Frees the blocks of ended requests now if no other requests exist; otherwise the next round frees them."""
         if not self.has_unfinished_requests():
-            self.kv_cache_manager.batcher.flush()
+            self.kv_cache_manager.batcher.deliver_all()
 
     def shutdown(self) -> None:
         """Ends the session, which frees its blocks; if the service is unavailable, the lease ends it."""
@@ -211,9 +210,20 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         if self.kv_cache_manager.events:
             self.kv_cache_manager.events.close()
         super().shutdown()
-        session = self.kv_cache_manager.session
+        session, batcher = self.kv_cache_manager.session, self.kv_cache_manager.batcher
+        _log.info(
+            "engine detached",
+            extra={
+                "pool": session.config.name,
+                "session": session.session_number,
+                "rounds": batcher.num_rounds,
+                "waits_admission": batcher.waits["admission"],
+                "waits_decode": batcher.waits["decode"],
+                "waits_background": batcher.waits["background"],
+            },
+        )
         try:
-            if not self.kv_cache_manager.batcher.has_failed:  # otherwise closing would wait for the service again
+            if not batcher.has_failed:  # otherwise closing would wait for the service again
                 session.close()
         except KvpoolError as error:
             fields = {"pool": session.config.name, "reason": error.reason, "error": str(error)}

@@ -2,13 +2,11 @@
 
 A round is one call of the scheduler's `schedule`.
 
-1. A round needs few messages. Predicted calls go together in one message. Calls that need no answer (frees, blocks to
-   cache) go, in order, at the front of the next message.
-2. The scheduler continues while the service handles the first message, as if all of it was granted. `settle` waits for
-   the answer before blocks are read or state changes. If a grant that the scheduler already used was refused, the
-   scheduler restarts the round with the answer. With 256 requests a round takes 0.85 to 0.93 of vLLM's own time,
-   without this 1.04 to 1.09. It relies on vLLM's loop: up to there it changes only its own variables. Tests compare
-   restarted rounds of two versions step by step.
+1. Most decodes need no message: their requests hold slots in reserve, see `kvpool.client.reserves`. What they have
+   computed, and what needs no answer (frees, evictions), goes in order in a message in the background. One message is
+   under way at a time. A round that needs another one waits for its answer first.
+2. Calls that need an answer are predicted, and go together in one message at the start of the round. If only admissions
+   do, the scheduler continues until it reaches the first of them: `settle` waits for the answer.
 3. Predicted calls that the scheduler does not make, or makes differently, are undone. This should not happen.
 4. Steps run in scheduling order. This engine may hit the blocks of earlier rounds at once, other sessions only after
    the output of the step arrives.
@@ -18,6 +16,7 @@ A round is one call of the scheduler's `schedule`.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -43,7 +42,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.specs.kinds import allocation_spec, has_gaps
 from kvpool.core.steps.allocation_options import AllocationOptions
-from kvpool.core.steps.columns import Outcome
+from kvpool.core.steps.columns import Outcome, Step
 from kvpool.wire.errors import DeadlineError, ServerError
 
 _log = logging.getLogger("kvpool.client.vllm")
@@ -69,10 +68,6 @@ _FIRST_LOOK_AHEAD: Final = 4
 _MAX_LOOK_AHEAD: Final = 64
 
 
-class RefusedError(Exception):
-    """A grant that the scheduler already used was refused: the scheduler must restart the round."""
-
-
 class StepBatcher:
     """Batches the calls of one scheduler.
 
@@ -86,6 +81,8 @@ class StepBatcher:
         lost: The error that ended the session of an engine with private memory.
         predictor: Predicts the calls of the scheduler.
         windowed: Whether allocations depend on the tokens in flight.
+        num_rounds: Number of rounds.
+        waits: How often a round has waited for the service, by cause.
     """
 
     def __init__(self, session: Session, scheduler: Any, *, is_private: bool) -> None:
@@ -96,9 +93,16 @@ class StepBatcher:
         self.lost: KvpoolError | None = None
         self.is_private = is_private
         self.windowed = any(not group.spec.keeps_all for group in session.config.groups)
+        self.num_rounds = 0
+        self.waits: Counter[str] = Counter()
         self._session = session
         self._builder: StepBuilder | None = None
-        self._undelivered: list[Callable[[StepBuilder], object]] = []  # calls of `deliver` that may have to go again
+        self._undelivered: list[tuple[Callable[[StepBuilder], object], tuple[Request, ...]]] = []
+        """Calls of `deliver` that the service may not have executed, each with its requests."""
+        self._num_delivering = 0
+        """Number of these calls in the last message."""
+        self._delivering_executed = 0
+        """The step that the last message reports as executed."""
         self._scheduler = scheduler
         self.predictor = SchedulePredictor(scheduler)
         self._reserves_sequence = bool(scheduler.scheduler_reserve_full_isl)
@@ -106,6 +110,8 @@ class StepBatcher:
         self._no_blocks = KVCacheBlocks([()] * len(session.config.groups))
         self._grants: dict[str, Grant] = {}  # of running requests
         self._in_flight: tuple[BatchedRequests, StepBuilder] | None = None
+        """Admissions without an answer."""
+        self._zeroes = bool(scheduler.needs_kv_cache_zeroing)
         self._executed = self._reported = self._launched = 0  # numbers of steps
         self._has_launched = False  # whether a round has no outputs yet
         self._look_ahead = _FIRST_LOOK_AHEAD
@@ -113,45 +119,83 @@ class StepBatcher:
 
     def begin(self) -> None:
         """Starts a round: sends its predicted calls."""
+        self.num_rounds += 1
         if self._marks_start and not self._launched:  # a step before the first round, which can be named as launched
             self.builder.evict_blocks(())
             self.end()
         self.tokens_left = self.predictor.max_tokens
         self.predictor.begin_round()
+        running = self._running(0)
+        if self._session.reserve_tokens and self._begin_on_credit(*running):
+            return
         batch = self._new_batch()
-        is_all = self._add_running(batch, 0)
+        is_all = self._add_running(batch, *running)
+        is_late = self.builder.waits
         if is_all and batch.num_tokens < self.tokens_left:
             self._add_admissions(batch)
-        needs_answer = is_all and batch.num_tokens and self.builder.rows
-        if not needs_answer or not self.predictor.can_restart(is_admitting=bool(batch.admissions)):
+        if is_late or not batch.admissions or self._zeroes:
             self._send_batch(batch)
             return
         builder = self._next_builder()
         with self._explained():
             self._session.begin(builder)
         self._in_flight = batch, builder
-        self._grants = dict(batch.grants)  # as expected, until the answer arrives
+        self._grants = dict(batch.grants)  # their blocks are set with the answer
+
+    def _begin_on_credit(
+        self,
+        predicted: list[tuple[EngineRequest, int]],
+        found: list[Request],
+        is_all: bool,
+    ) -> bool:
+        """Starts a round that needs no message; returns whether this is one. No calls were added otherwise."""
+        if not is_all or self.predictor.admissions(1):
+            return False
+        is_waiting = self._session.must_wait
+        if not is_waiting and (self._builder is not None or self._undelivered):
+            return False
+        for (request, num_tokens), session_request in zip(predicted, found, strict=True):
+            if num_tokens > 1 or session_request.num_computed_tokens != request.num_computed_tokens:
+                return False
+        if not is_waiting:
+            self._settle_background()
+        new = self._session.decode_on_credit(
+            found,
+            num_lookahead_tokens=self.predictor.num_lookahead_tokens,
+            num_in_flight_tokens=[request.num_in_flight_tokens for request, _ in predicted] if self.windowed else (),
+            executed_sequence=0 if self.is_private else self._executed,  # which no other session waits for
+        )
+        if new is None:
+            return False
+        self._grants = dict.fromkeys([request.request_id for request, _ in predicted], (self._no_blocks, 1))
+        for place, block_ids in new.items():
+            self._grants[found[place].request_id] = (KVCacheBlocks(block_ids), 1)
+        self.tokens_left -= len(found)
+        return True
 
     def settle(self) -> None:
-        """Waits for the answer to the first message of the round, if it has not arrived.
-
-        Raises:
-            RefusedError: A grant that the scheduler already used was refused.
-            KvpoolError: As for `send`.
-        """
+        """Waits for the answer to the admissions that `begin` has sent, if it has not arrived. Raises as `send`."""
         if self._in_flight is None:
             return
         (batch, builder), self._in_flight = self._in_flight, None
         unused, self._grants = self._grants, {}
+        self.waits["admission"] += 1
         with self._explained():
             self._session.settle()
         if self.lost:
             builder.refuse()
         self._note_delivered()
-        refused = self._take(batch)
-        if not refused <= unused.keys():
-            raise RefusedError
-        self._grants = {each: grant for each, grant in self._grants.items() if each in unused} if unused else {}
+        self._take(batch)
+        self._grants = {each: grant for each, grant in self._grants.items() if each in unused}
+
+    def _settle_background(self) -> None:
+        """Waits for the answer to the message in the background, if there is one. Raises as `send`."""
+        if self._session.is_in_background and not self.lost:
+            if self._session.must_wait:
+                self.waits["background"] += 1
+            with self._explained():
+                self._session.settle()
+            self._note_delivered()
 
     def end(self) -> int:
         """Ends a round: undoes unused predictions, and sends changes that other sessions wait for.
@@ -165,7 +209,8 @@ class StepBatcher:
             for request_id in list(self.admitted):
                 self.cancel_admission(request_id)
         self._grants.clear()
-        self.flush()
+        if not self._session.reserve_tokens or (self._undelivered and not self._session.must_wait):
+            self.flush()  # else the next round reports what is executed, if others wait for it
         self._launched = self._session.sequence
         self._has_launched = True
         return self._launched
@@ -194,9 +239,15 @@ class StepBatcher:
 
     def flush(self) -> None:
         """Sends changes that other sessions wait for: freed requests and executed steps."""
+        self._settle_background()
         has_calls = self._undelivered or not (self._builder is None or self._builder.is_empty)
         if has_calls or self._executed > self._reported:
             self.send()
+
+    def deliver_all(self) -> None:
+        """Sends these changes, and waits until the service has executed them."""
+        self.flush()
+        self._settle_background()
 
     def send(self) -> None:
         """Sends the collected calls, or answers them locally if possible.
@@ -211,7 +262,8 @@ class StepBatcher:
                 self._session.send(builder)
         if self.lost:
             builder.refuse()
-        self._note_delivered()
+        if not self._session.is_in_background:
+            self._note_delivered()
 
     def set_weights_version(self, weights_version: str) -> None:
         """Sets the version of the weights with which later rounds compute, see `Session`. Raises as `send`."""
@@ -240,8 +292,9 @@ class StepBatcher:
         """Collects the next message. Waits for the answer to the message before."""
         if self._builder is None:
             self.settle()
+            self._settle_background()
             self._builder = self._new_builder()
-            for call in self._undelivered:  # of a message that was refused
+            for call, _ in self._undelivered:
                 call(self._builder)
         return self._builder
 
@@ -249,7 +302,7 @@ class StepBatcher:
         if not self.lost:
             with self._explained():
                 return self._session.new_step()
-        return StepBuilder(StepFormat.of(self._session.config), 0, 0, 0, 0)
+        return StepBuilder(StepFormat.of(self._session.config), 0, Step(0))
 
     def note_refused(self, request_id: str, outcome: Outcome | None) -> None:
         """Has vLLM end a request that never fits with an error when it takes the outputs of a step."""
@@ -271,8 +324,10 @@ class StepBatcher:
             call: Adds the call to a builder. It needs no answer, and the service never refuses it by itself.
             session_requests: The requests that it names.
         """
-        call(self.builder_for(*session_requests))
-        self._undelivered.append(call)
+        named = {each for _, requests in self._undelivered for each in requests}
+        if self._builder is not None or not self._session.must_wait or not named.isdisjoint(session_requests):
+            call(self.builder_for(*session_requests))
+        self._undelivered.append((call, session_requests))
 
     def take_grant(self, request: EngineRequest, num_tokens: int) -> Grant | None:
         """Returns the grant of a running request for `num_tokens`; None if that call was not predicted."""
@@ -280,7 +335,7 @@ class StepBatcher:
         if grant is None:
             self.settle()
             batch = self._new_batch()
-            self._add_running(batch, self._scheduler.running.index(request))
+            self._add_running(batch, *self._running(self._scheduler.running.index(request)))
             self._send_batch(batch)
             grant = self._grants.pop(request.request_id, None)
         if grant and grant[1] == num_tokens:
@@ -311,29 +366,50 @@ class StepBatcher:
         self.deliver(lambda builder: builder.free(session_request), session_request)
         self.requests.pop(session_request.request_id, None)  # forgotten already if this was deferred
 
-    def _add_running(self, batch: BatchedRequests, first: int) -> bool:
-        """Adds the predicted running requests from index `first`; returns whether they are all that will allocate."""
+    def _add_running(
+        self,
+        batch: BatchedRequests,
+        predicted: list[tuple[EngineRequest, int]],
+        found: list[Request],
+        is_all: bool,
+    ) -> bool:
+        """Adds predicted running requests; returns whether they are all that will allocate. See `_running`."""
+        builder = self.builder_for(*found)
+        decodes: list[tuple[EngineRequest, Request]] = []
+        may_batch = not self.windowed or self._session.reserve_tokens > 0
+        for (request, num_tokens), session_request in zip(predicted, found, strict=False):
+            is_decode = num_tokens == 1 and session_request.num_computed_tokens == request.num_computed_tokens
+            if is_decode and may_batch:
+                decodes.append((request, session_request))
+            else:
+                self._add_decodes(batch, builder, decodes)
+                decodes = []
+                batch.allocate(builder, request, session_request, num_tokens)
+        self._add_decodes(batch, builder, decodes)
+        return is_all
+
+    def _add_decodes(
+        self, batch: BatchedRequests, builder: StepBuilder, decodes: list[tuple[EngineRequest, Request]]
+    ) -> None:
+        in_flight = [request.num_in_flight_tokens for request, _ in decodes] if self.windowed else []
+        batch.decode(builder, [session_request for _, session_request in decodes], in_flight)
+
+    def _running(self, first: int) -> tuple[list[tuple[EngineRequest, int]], list[Request], bool]:
+        """Predicts the running requests from index `first` that allocate tokens.
+
+        Returns:
+            The requests with their numbers of tokens; the session's requests for the first of them; and whether these
+            are all that will allocate.
+        """
         predicted, is_all = self.predictor.running(first, self.tokens_left, self._grants)
         found: list[Request] = []
         requests = self.requests
         for request, _ in predicted:
             session_request = requests.get(request.request_id)
             if session_request is None or session_request.num_computed_tokens < request.num_computed_tokens:
-                is_all = False
-                break
+                return predicted, found, False
             found.append(session_request)
-        builder = self.builder_for(*found)
-        decodes: list[Request] = []
-        for (request, num_tokens), session_request in zip(predicted, found, strict=False):
-            is_decode = num_tokens == 1 and session_request.num_computed_tokens == request.num_computed_tokens
-            if is_decode and not self.windowed:
-                decodes.append(session_request)
-            else:
-                batch.decode(builder, decodes)
-                decodes = []
-                batch.allocate(builder, request, session_request, num_tokens)
-        batch.decode(builder, decodes)
-        return is_all
+        return predicted, found, is_all
 
     def _add_admissions(self, batch: BatchedRequests, first: EngineRequest | None = None) -> None:
         """Adds the predicted admissions; only if they start with `first`, if given."""
@@ -363,6 +439,7 @@ class StepBatcher:
         They report the executed step. The session sends no message only if no other session waits for that report.
         """
         builder, self._builder = self.builder, None
+        self._num_delivering, self._delivering_executed = len(self._undelivered), self._executed
         builder.step.executed_sequence, builder.step.launched_sequence = self._executed, self._launched
         if self._has_launched and self._launched <= self._executed:  # a round on credit, which has no number
             builder.step.launched_sequence = self._session.sequence + 1
@@ -370,8 +447,8 @@ class StepBatcher:
 
     def _note_delivered(self) -> None:
         """Records that the service has executed the last message."""
-        self._undelivered.clear()
-        self._reported = self._executed
+        del self._undelivered[: self._num_delivering]
+        self._num_delivering, self._reported = 0, self._delivering_executed
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -398,12 +475,14 @@ class StepBatcher:
 
     def _send_batch(self, batch: BatchedRequests) -> None:
         """Sends the batch if it has calls, and records the answers."""
-        if self.builder.rows and not batch.is_empty:
+        if not batch.is_empty and (self.builder.rows or self._session.reserve_tokens):
+            if self.builder.waits:
+                self.waits["admission" if batch.admissions else "decode"] += 1
             self.send()
         self._take(batch)
 
-    def _take(self, batch: BatchedRequests) -> set[str]:
-        """Records the answers of a batch; returns the ids of refused running requests."""
+    def _take(self, batch: BatchedRequests) -> None:
+        """Records the answers of a batch."""
         refused = batch.resolve()
         for request_id, outcome in refused.items():
             self.note_refused(request_id, outcome)
@@ -421,4 +500,3 @@ class StepBatcher:
         if batch.admissions:
             more = 2 * self._look_ahead if num_admitted == len(batch.admissions) else num_admitted + 1
             self._look_ahead = min(more, _MAX_LOOK_AHEAD)
-        return set(refused)
