@@ -106,7 +106,7 @@ def test_no_request_notices_a_restart_of_the_service(
 
 def test_requests_of_users_who_disconnect_end(pooled: Pooled) -> None:
     before = [pooled.vllm.complete(each).tokens for each in REQUESTS[:4]]
-    for _ in range(20):  # a test that has to wait finds that a request has ended by itself
+    for _ in range(20):  # on a slow machine, requests can end before the test looks
         with ExitStack() as stack:
             _begin(pooled.vllm, LONG, stack)
             held = pooled.pool

@@ -26,13 +26,13 @@ from kvpool.core.errors import (
 from kvpool.core.ids import BlockId, GroupId, StepNumber
 from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import LEAVING, MAX_CREDIT_ALLOCATIONS, Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import LEAVING, MAX_CREDIT_ALLOCATIONS, TAKING, Operation, Outcome, Step, StepResult
 
 _REFUSALS: Final = (InvalidArgumentError, NotFoundError, WrongStateError, ExhaustedError)
 _OWN_REASONS: Final = frozenset(("CLOSED", "FORKED"))
 """Errors that the client raises itself. The service may have applied the step."""
 _SHORT: Final = frozenset((Outcome.NO_BLOCKS, Outcome.OVER_QUOTA))
-_CACHING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE, Operation.CACHE, Operation.RESERVE))
+_CACHING: Final = frozenset((*TAKING, Operation.CACHE, Operation.RESERVE))
 
 
 def is_refusal(error: KvpoolError) -> bool:
@@ -60,6 +60,8 @@ class SessionProtocol:
     def __init__(self, config: PoolConfig, reserve_tokens: int = 0) -> None:
         self._format = StepFormat.of(config)
         self._reserve_tokens = reserve_tokens
+        self._filling = _CACHING | LEAVING if reserve_tokens else _CACHING
+        """Operations that may cache blocks: with a reserve, one that frees a request caches what it has filled."""
         self._gives_back = False
         """Whether the next requests on credit give their reserves back: another session was refused blocks."""
         self._num_unreported = 0
@@ -222,14 +224,10 @@ class SessionProtocol:
         self._refused = builder if self._reserve_tokens and not _SHORT.isdisjoint(result.outcomes) else None
         builder.take_credit()
         self._reported_sequence = max(self._reported_sequence, step.executed_sequence)
-        if not _CACHING.isdisjoint(step.operations):
+        if not self._filling.isdisjoint(step.operations):
             self._awaited_sequence = step.sequence
-        elif (self._reserve_tokens or step.launched_sequence > step.executed_sequence) and not LEAVING.isdisjoint(
-            step.operations
-        ):
-            self._awaited_sequence = max(
-                self._awaited_sequence, step.launched_sequence, self._reserve_tokens and step.sequence
-            )
+        elif step.launched_sequence > step.executed_sequence and not LEAVING.isdisjoint(step.operations):
+            self._awaited_sequence = max(self._awaited_sequence, step.launched_sequence)
         self._reader.apply(step, builder, result)
         if result.copied_block_ids:
             copied = iter(result.copied_block_ids)

@@ -11,13 +11,12 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import LEAVING, Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import LEAVING, TAKING, Operation, Outcome, Step, StepResult
 from kvpool.wire.errors import ServerError
 
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.NEVER_FITS))
 """Outcomes of ALLOCATE before which the blocks that slid out of a window were freed."""
 _OUTCOMES: Final = frozenset(Outcome)
-_TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
 _COLUMNS: Final = (
     ("outcomes", 1),
     ("num_hit_tokens", 1),
@@ -182,7 +181,7 @@ class ResultReader:
             return
         request.reserve_ids = [[] for _ in request.block_ids]
         hit = answer.hit_blocks if any(answer.hit_blocks) else row.computed.block_ids if row.computed else ()
-        takes = answer.outcome is Outcome.OK and step.operations[i] in _TAKING
+        takes = answer.outcome is Outcome.OK and step.operations[i] in TAKING
         num_slots = request.num_computed_tokens + (step.num_lookahead_tokens[i] if step.num_lookahead_tokens else 0)
         for group_id, span, num_extra in self._spans:
             table = request.block_ids[group_id]

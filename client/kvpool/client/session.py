@@ -380,6 +380,7 @@ class Session(SessionBase):
         return _Collected(self._new_settled(admission_budget_tokens, executed_sequence, launched_sequence), self.begin)
 
     def _new_settled(self, *arguments: int) -> StepBuilder:
+        """Does what `_new_settled_step` does, without a coroutine: every step passes through it."""
         if self._protocol.is_in_background:
             self.settle()
         return self.new_step(*arguments)

@@ -15,7 +15,7 @@ from kvpool.core.ids import MAX_TOKENS, GroupId
 from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
-from kvpool.core.steps.columns import DECLARING, LEAVING, Operation, Outcome, Step
+from kvpool.core.steps.columns import DECLARING, LEAVING, TAKING, Operation, Outcome, Step
 
 _OFTEN_EMPTY: Final = (
     "declares",
@@ -30,7 +30,6 @@ _OFTEN_EMPTY: Final = (
 """Columns that are empty, or end early, until the step is complete."""
 _UNAWAITED: Final = frozenset((*LEAVING, Operation.EVICT))
 """Operations whose answers tell a scheduler nothing that it needs."""
-_TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
 _UNSERVED: Final = frozenset((Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED))
 
 
@@ -91,7 +90,7 @@ class StepBuilder:
         round_number: See `SessionProtocol.new_step`.
         is_sent: Whether the step was sent, so that it takes no more operations.
         waits: Whether a scheduler needs the answer of an operation before it continues.
-        reports: Whether `report` has an effect.
+        reports: Whether to call `report`.
     """
 
     def __init__(
@@ -286,12 +285,10 @@ class StepBuilder:
         return answer
 
     def report(self) -> None:
-        """Reports what requests have computed on credit, and changes their reserves, if that is due.
+        """Reports what requests have computed on credit, and changes the reserves that are due.
 
-        Call it before the step is sent, after its other operations.
+        Call it if `reports` is set, before the step is sent, after its other operations.
         """
-        if not self.reports:
-            return
         if self._gives_back:
             num_slots = {request: count for _, request, count in self._answers}
             for _, requests, count in self._decodes:
@@ -364,7 +361,7 @@ class StepBuilder:
             if isinstance(row, Row):
                 operation = Operation(step.operations[at])
                 is_over_budget = operation is Operation.ADMIT and step.admission_budget_tokens and budget_tokens <= 0
-                if operation in _TAKING and row.request in unserved and not is_over_budget:
+                if operation in TAKING and row.request in unserved and not is_over_budget:
                     self._put_again(operation, step, at, row)
                 at += 1
                 continue

@@ -4,7 +4,7 @@
 |-|-|-|
 | greeting | PROBE: it is probed; HELLO: it is open | PROOF: it is probed; as probed |
 | probed | HELLO: it is open | WELCOME: it is open; REFUSED: it is over |
-| open | REQUEST | ANSWER; REFUSED: it is over, unless the stream goes on after a refusal |
+| open | REQUEST | ANSWER; REFUSED: then it is over, unless `refusal_ends` is false |
 | over | nothing | nothing |
 
 A client may send requests before the welcome. They are answered after it, in order.

@@ -49,6 +49,8 @@ class Operation(IntEnum):
 LOOKING_UP: Final = frozenset((Operation.LOOKUP, Operation.LOOKUP_UNCOUNTED, Operation.LOOKUP_COUNTED_AT_ONCE))
 DECLARING: Final = frozenset((*LOOKING_UP, Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND))
 """Operations that can declare their request."""
+TAKING: Final = frozenset((Operation.ADMIT, Operation.ALLOCATE))
+"""Operations that are refused if too few blocks are left."""
 LEAVING: Final = frozenset((Operation.FREE, Operation.PREEMPT))
 """Operations after which a request holds no blocks."""
 

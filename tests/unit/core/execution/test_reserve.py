@@ -181,7 +181,7 @@ def test_a_refused_session_wants_the_reserves_of_others_once() -> None:
     world.admit(session, 1, "", 5)
     asks = {"num_new_tokens": [0], "num_watermark_blocks": [0]}
     assert world.admit(plain, 1, "", 40, **asks).outcomes == [Outcome.NEVER_FITS]
-    assert not reserve(world, session, 1, 8).reserve_wanted  # in vain
+    assert not reserve(world, session, 1, 8).reserve_wanted  # a reserve would not help
     assert world.admit(plain, 2, "", 24, **asks).outcomes == [Outcome.NO_BLOCKS]
     assert [world.run(each).reserve_wanted for each in (session, plain, idle, session)] == [True, False, True, False]
     assert reserve(world, session, 1, 0).free_blocks == 7
