@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/pip install --disable-pip-version-check
 TORCH := torch==2.13.0
+# Else each process of a run compiles all modules of kvpool and of the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 # One more than cores: tests of real processes wait a lot.
 TEST_PROCESSES = $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
 PYTEST = $(BIN)/pytest -n $(TEST_PROCESSES) --dist worksteal
