@@ -186,7 +186,7 @@ BUGS: dict[str, Bug] = {
     "a rank answers while a step is in flight": ((2, 145), (Fence, "pending", property(lambda _: ()))),
     "a change is journaled after its answer": ((7,), (Journal, "record", _writes_later(Journal.record))),
     "blocks of an ended session are reallocated at once": (
-        (63, 2),
+        (108, 145),
         (end_session, "quarantine_session", _frees_at_once),
     ),
     "blocks are reallocated while a step in flight uses them": ((17,), (StepsInFlight, "begin_frees", _begins_nothing)),
@@ -200,7 +200,7 @@ BUGS: dict[str, Bug] = {
         (apply, "apply_step", _counts_again(apply.apply_step)),
     ),
     "a free caches what no step is certain to compute": (
-        (23, 24),
+        (31, 85),
         (apply, "_HANDLERS", {**apply._HANDLERS, Operation.FREE: _caches_uncertain}),
     ),
     "a reserve is given back with a computed block": (
