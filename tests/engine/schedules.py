@@ -129,6 +129,16 @@ KINDS: Final[dict[str, dict[str, Any]]] = {
     "connector_without_caching": {"load_failures": "recompute", "num_blocks": 80, "enable_caching": False},
 }
 """By name, what of `Setup` is not drawn."""
+MIXED: Final = frozenset({
+    "windows_a_step_ahead", "one_window", "sizes_a_step_ahead", "sizes_in_segments", "sizes_with_all_windows",
+    "states_in_segments", "all_states", "all_exported_states", "larger_states", "larger_states_a_step_ahead",
+    "all_larger_states", "larger_states_with_drafts", "larger_exported_states", "states_with_a_larger_window",
+    "match_unit_a_step_ahead", "match_unit_with_drafts", "match_unit_with_exported_states", "larger_states_with_eagle",
+    "match_unit_without_states", "sparse_windows_with_eagle", "several_modules_with_windows",
+    "replayed_windows_in_small_chunks", "replayed_windows_a_step_ahead", "drafts_in_windows", "images_in_one_piece",
+    "images_with_eagle", "images_without_caching", "connector_that_fails_requests", "connector_without_caching",
+})  # fmt: skip
+"""Kinds that mix what other kinds have: the tests of the core compare such mixes more often."""
 MOST_STEPS: Final = 3000
 
 

@@ -9,6 +9,7 @@ waited for or not, fail, and are freed late.
 """
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -20,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.connector import ENDS, ScriptedConnector
 from engine.driving import STATES, Driver, Setup, images, make_scheduler
-from engine.schedules import KINDS, run, setup_of
+from engine.schedules import KINDS, MIXED, run, setup_of
 from engine.test_sharing import Engine
 from kvpool.client import connect
 from kvpool.client.vllm import AsyncScheduler, Scheduler
@@ -32,10 +33,16 @@ def _names(values: dict[str, Any]) -> str:
     return ".".join(values) or "no_drafts"
 
 
+def _kinds(kinds: Collection[str], in_change: Collection[str]) -> pytest.MarkDecorator:
+    """Some kinds, of which a change must pass some."""
+    marks = {kind: [pytest.mark.complete] * (kind not in in_change) for kind in kinds}
+    return pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks[kind]) for kind in kinds])
+
+
 SEEDS = range(12)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@_kinds(KINDS, KINDS.keys() - MIXED)
 def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     if "hashes_ahead" in KINDS[kind] and not IS_0_33_OR_NEWER:
         pytest.skip("hashes cover their block alone in this version")
@@ -204,7 +211,7 @@ def counts_of(step: Any) -> Any:
     return {**step, **counted}
 
 
-@pytest.mark.parametrize("kind", RESERVING)
+@_kinds(RESERVING, ("first_come", "a_step_ahead", "without_caching", "windows", "sizes", "images_a_step_ahead"))
 def test_with_slots_in_reserve_a_step_schedules_the_same_tokens(kind: str, address: str, tmp_path: Path) -> None:
     """With the same preemptions and hits, if blocks suffice. If not, what is evicted may differ, and so the rest."""
     preemptions, num_different = [0, 0], 0
