@@ -15,6 +15,7 @@ from kvpool.client import (
     SinkFullAttentionSpec,
     UnavailableError,
     WrongStateError,
+    connect,
 )
 from kvpool.client.admin import AdminClient
 from kvpool.core.ids import PoolName
@@ -123,8 +124,8 @@ def test_a_pool_is_listed_while_it_forms_and_removed_once_its_ranks_are_gone(
         rank.allocate()
     for rank in ranks:
         rank.wait_for("ready")
-    with pytest.raises(UnavailableError, match="drained"):
-        client.open_session("ranked")
+    with connect(address, deadline_seconds=0.5) as hasty, pytest.raises(UnavailableError, match="drained"):
+        hasty.open_session("ranked")
     before = client.get_pool("ranked")
     with pytest.raises(WrongStateError, match="ranks are present or awaited: 0, 1"):
         admin.remove_pool("ranked")

@@ -117,7 +117,7 @@ def test_a_flood_of_connections_is_bounded_and_a_scrape_succeeds(said: bytes) ->
         fetch(port, "/metrics")
         threads, descriptors = threads_and_descriptors(server.pid)
         with contextlib.ExitStack() as peers:
-            for _ in range(200):
+            for _ in range(3 * http_server.MAX_CONNECTIONS):  # of those above the maximum, one each 0.02 s
                 peer = peers.enter_context(socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_SECONDS))
                 with contextlib.suppress(ConnectionError):  # displaced already
                     peer.sendall(said)
@@ -212,7 +212,7 @@ def test_silent_peers_displace_none_that_has_sent_a_request() -> None:
 def test_a_process_without_descriptors_answers() -> None:
     with metrics_of(CollectorRegistry()) as port, contextlib.ExitStack() as stack:
         fetch(port, "/healthz")  # imports modules
-        peers = [stack.enter_context(socket.socket()) for _ in range(20)]
+        peers = [stack.enter_context(socket.socket()) for _ in range(4)]  # each is answered after a second
         stack.enter_context(no_free_files())
         for peer in peers:
             peer.settimeout(DEADLINE_SECONDS)
