@@ -5,9 +5,10 @@ import pytest
 from conformance.core_system import CoreSystem
 from conformance.golden import Driver, Schedule
 
+_INTEGRITY_INTERVALS = {"quick": 64, "change": 8, "all": 1}
+
 
 def test_the_core_answers_as_the_reference(schedule: Schedule, pytestconfig: pytest.Config) -> None:
-    is_thorough = pytestconfig.getoption("depth") == "all"
-    system = CoreSystem(schedule.pool_config(), integrity_interval=1 if is_thorough else 8)
+    system = CoreSystem(schedule.pool_config(), _INTEGRITY_INTERVALS[pytestconfig.getoption("depth")])
     Driver(system, schedule).run()
     system.check()

@@ -437,7 +437,6 @@ def hostile_configs(draw: st.DrawFn) -> PoolConfig:
     return replace(config, dcp_world_size=1, retention_tokens=tokens)
 
 
-@settings(max_examples=settings().max_examples * 2)
 @given(config=hostile_configs(), acts=st.lists(actions(), min_size=10, max_size=20))
 def test_routers_score_as_pools_hit_where_full_attention_has_the_larger_blocks(
     config: PoolConfig, acts: list[Action]

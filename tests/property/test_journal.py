@@ -19,7 +19,7 @@ from support.state import DrivenState, driven
 
 
 @settings(
-    max_examples=settings().max_examples * 4 // 10,
+    max_examples=settings().max_examples * 3 // 10,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
@@ -57,7 +57,7 @@ def test_it_goes_on_as_if_nothing_had_been(
 
 
 @settings(
-    max_examples=settings().max_examples * 6 // 10,
+    max_examples=settings().max_examples * 3 // 10,
     derandomize=True,
     report_multiple_bugs=False,
     phases=[Phase.explicit, Phase.generate],
