@@ -40,6 +40,7 @@ def wait_until_sessions_are(client: Client, count: int) -> None:
     wait_until(lambda: client.get_pool("m").sessions == count, f"{count} sessions are open")
 
 
+@pytest.mark.slow  # a lease passes
 def test_a_stopped_server_expires_no_lease(server: ServerProcess, client: Client) -> None:
     session = client.open_session("m", lease_seconds=LEASE_SECONDS)
     request = session.request("r", PROMPT)

@@ -149,6 +149,7 @@ def test_a_model_is_needed() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_worker_with_another_protocol_version_is_refused(server: str, arguments: list[object]) -> None:
     program = (
         "from kvpool.wire import ranks; ranks.PROTOCOL_VERSION = 1;"

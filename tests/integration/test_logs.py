@@ -88,6 +88,7 @@ def test_sessions_are_logged_and_refusals_do_not_flood(server: CommandLineServer
     assert expired == {"pool": "m", "session": 2, "client": "forgetful", "epoch": 1, "requests": 0}
 
 
+@pytest.mark.slow  # a rank is silent
 @pytest.mark.parametrize("server", ["5"], indirect=True)
 def test_a_silent_returned_and_lost_rank_is_logged(server: CommandLineServer, address: str) -> None:
     rank = WireRank(address).register(registration(world_size=1)).allocate()

@@ -101,7 +101,6 @@ def network(address: str, direct: Client, tmp_path: Path) -> Network:
     [
         ("link asyncio", Fault.CUT, 5 * STRIDE_BYTES),
         ("link blocking", Fault.CUT, 5 * STRIDE_BYTES),
-        ("link blocking", Fault.BLACK_HOLE, 12 * STRIDE_BYTES),
         ("gRPC asyncio", Fault.CUT, 15 * STRIDE_BYTES),
         *(
             pytest.param(*values, marks=pytest.mark.slow)
@@ -110,6 +109,7 @@ def network(address: str, direct: Client, tmp_path: Path) -> Network:
                 ("link blocking", Fault.CUT, STRIDE_BYTES),
                 ("link asyncio", Fault.DELAY, 2 * STRIDE_BYTES),
                 ("link asyncio", Fault.BLACK_HOLE, 3 * STRIDE_BYTES),
+                ("link blocking", Fault.BLACK_HOLE, 12 * STRIDE_BYTES),
                 ("gRPC asyncio", Fault.CUT, 3 * STRIDE_BYTES),
                 ("gRPC blocking", Fault.CUT, 20 * STRIDE_BYTES),
                 ("gRPC blocking", Fault.BLACK_HOLE, 15 * STRIDE_BYTES),

@@ -93,6 +93,7 @@ def test_the_memory_of_a_killed_engine_is_replaced_within_the_deadline(address: 
         fill(session)
 
 
+@pytest.mark.slow  # a lease passes
 def test_a_pool_is_replaced_when_the_lease_of_a_killed_engine_has_expired(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 's'}"
     settings: dict[str, Any] = {"journal": {"folder": str(tmp_path / "journal")}, "quarantine_seconds": 0.5}

@@ -194,7 +194,8 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize("kind", [pytest.param("unix", marks=pytest.mark.slow), "tcp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
 def test_an_open_stream_of_a_stopped_process_does_not_hold_its_blocks(kind: str, tmp_path: Path) -> None:
     """The connections of the process stay open, but it does not respond."""
     server = ServerProcess(f"unix:{tmp_path / 's'}" if kind == "unix" else "127.0.0.1:0", dead_peer_seconds=2.0)

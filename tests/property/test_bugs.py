@@ -81,6 +81,7 @@ def _processes_that_exit_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "_exit", lambda status: pytest.fail(f"exits with {status}"))
 
 
+@pytest.mark.slow
 def test_the_command_is_not_recorded_and_without_a_journal_the_pool_begins_a_new_epoch() -> None:
     seen, with_journal = set[CodeType](), cycle((True, True, False, False))  # both moments of a function alike
     for config in CONFIGS:
