@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import product, starmap
 from typing import cast
 
 import pytest
@@ -88,16 +88,14 @@ def test_ascii_only_screens() -> None:
     assert "Zo? ?" in text
 
 
-@pytest.mark.parametrize(
-    ("width", "height", "pools", "sessions"),
-    [*product((20, 40, 79, 80, 132, 300), (1, 2, 5, 10, 24, 50), (0, 1, 3, 40), (0, 1, 100))],
-)
-def test_the_screen_fits_every_terminal(width: int, height: int, pools: int, sessions: int) -> None:
+@pytest.mark.parametrize(("pools", "sessions"), [*product((0, 1, 3, 40), (0, 1, 100))])
+def test_the_screen_fits_every_terminal(pools: int, sessions: int) -> None:
     now = many(pools, sessions, name="a/very.long-name_" * 7)
     now = top_sample.since(replace(now, taken_seconds=now.taken_seconds - 1e-3), now)
-    lines = shown(Screen(width, height), now, trouble="no answer " * 50)
-    assert len(lines) <= height
-    assert max(map(cell_len, lines)) <= width
+    for screen in starmap(Screen, product((20, 40, 79, 80, 132, 300), (1, 2, 5, 10, 24, 50))):
+        lines = shown(screen, now, trouble="no answer " * 50)
+        assert len(lines) <= screen.height, screen
+        assert max(map(cell_len, lines)) <= screen.width, screen
 
 
 def test_many_pools_get_fewer_lines_each_and_left_out_rows_are_counted() -> None:
