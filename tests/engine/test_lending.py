@@ -56,7 +56,7 @@ def lender(folder: Path, address: str, request: pytest.FixtureRequest) -> Iterat
     started.stop()
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma", "lfm2"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("gemma", marks=pytest.mark.complete), "lfm2"])
 def lent(request: pytest.FixtureRequest, folder: Path, address: str) -> Iterator[tuple[PoolLender, Pair]]:
     """A lender, and what an engine on its memory answered beside vLLM alone."""
     own = folder / request.param

@@ -31,8 +31,11 @@ POOL = "lost"
 LONG = replace(REQUESTS[0], max_tokens=400)
 LEASE_SECONDS = 2.0
 SOME_KINDS = (
-    *("first_come", "priority", "a_step_ahead", "without_caching", "sparse_windows_a_step_ahead", "states"),
-    *("match_unit_a_step_ahead", "drafts", "images_a_step_ahead"),
+    *("first_come", "a_step_ahead", "sparse_windows_a_step_ahead", "match_unit_a_step_ahead"),
+    *(
+        pytest.param(kind, marks=pytest.mark.complete)
+        for kind in ("priority", "without_caching", "states", "drafts", "images_a_step_ahead")
+    ),
 )
 
 
@@ -176,7 +179,9 @@ def _idle(attached: dict[str, Any], folder: Path, ready: Event) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize(
+    "lose", [_pause, *(pytest.param(each, marks=pytest.mark.complete) for each in (_evict, _restart))]
+)
 def test_an_idle_engine_whose_memory_others_may_use_ends(
     lose: Callable[[Service, int], None], server: Service, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

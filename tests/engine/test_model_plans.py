@@ -70,7 +70,11 @@ def test_defaults_of_config_classes_are_as_recorded() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "backend"), [("Lfm2ForCausalLM", "CPU_ATTN"), ("DeepseekV4ForCausalLM of Flash", "CPU_MLA")]
+    ("name", "backend"),
+    [
+        ("DeepseekV4ForCausalLM of Flash", "CPU_MLA"),
+        pytest.param("Lfm2ForCausalLM", "CPU_ATTN", marks=pytest.mark.complete),
+    ],
 )
 def test_the_command_takes_the_layers_of_vllm(name: str, backend: str, tmp_path: Path) -> None:
     config = tmp_path / "config.json"

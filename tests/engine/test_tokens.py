@@ -44,6 +44,7 @@ ENGINES = {
         100,
         ("long prompts",),
         {"max_num_seqs": 8, "max_num_batched_tokens": 64, "long_prefill_token_threshold": 40},
+        is_complete=True,
     ),
     "llama-small": Engine(LLAMA, 40, ("crowded", "crowded aborts"), {"max_num_seqs": 32}),
     "llama-priority": Engine(
@@ -51,6 +52,7 @@ ENGINES = {
         40,
         ("priorities",),
         {"max_num_seqs": 32, "max_num_batched_tokens": 256, "scheduling_policy": "priority"},
+        is_complete=True,
     ),
     "gemma": Engine(
         GEMMA,
