@@ -4,6 +4,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 import time
@@ -410,7 +411,12 @@ def test_one_variable_puts_an_engine_on_kvpool_and_another_takes_it_off(model: P
     assert pooled == plain
     assert [cached for _, cached in pooled] == [0, 96, 0]
     use = f"engine uses kvpool pool=tiny-llama memory=own address={address} setting=KVPOOL_ADDRESS"
-    assert [log.count(use), log.count("engine attached pool=tiny-llama")] == [1, 1], log
+    assert log.count(use) == log.count("engine attached") == 1, log
+    fields = r"pool=tiny-llama session=\d+ epoch=\d+ memory=vllm-\S+ blocks=64 cached_blocks=0"
+    assert re.search(
+        rf"INFO .*\] engine attached {fields} address={address} async_scheduling=\w+$", log, re.MULTILINE
+    ), log
+    assert "Using custom scheduler class" not in log
     assert "engine uses kvpool" not in plain_log
     assert "engine attached" not in plain_log
     with connect(address) as client:
