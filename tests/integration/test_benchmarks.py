@@ -115,6 +115,7 @@ def test_vllm_does_the_same_work_beside_ours(tmp_path: Path) -> None:
     assert set(answer["growth"]["requests"]["16"]) == {"grpc", "vllm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("python", ["/no/such/python", sys.executable, "/bin/true"])
 def test_an_interpreter_without_vllm_is_refused_before_anything_is_measured(python: str, tmp_path: Path) -> None:
     (tmp_path / "vllm.py").write_text("raise ImportError('no vLLM here')")
@@ -133,6 +134,7 @@ def test_compare_refuses_a_file_without_a_report(tmp_path: Path) -> None:
     assert "--compare" in done.stderr
 
 
+@pytest.mark.slow
 def test_pictures_need_matplotlib(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\n"

@@ -70,7 +70,7 @@ def assert_same_lines(plain: Done, hostile: Done) -> None:
         assert all(line.isprintable() for line in after.split("\n")), after
 
 
-@pytest.mark.parametrize("refuses", [False, True])
+@pytest.mark.parametrize("refuses", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("command", REMOTE)
 def test_no_answer_controls_the_terminal(command: str, *, refuses: bool) -> None:
     kept = KEPT | ({"PoolConfig.name"} if command in BY_NAME else set())

@@ -79,6 +79,7 @@ def test_two_pipeline_ranks(num_blocks: int) -> None:
     run(Deployment(ReferenceConfig("sliding"), pp_size=2, num_blocks=num_blocks))
 
 
+@pytest.mark.slow
 def test_ranks_refuse_a_step_of_another_epoch() -> None:
     deployment = Deployment(ReferenceConfig("full", num_layers=1))
     with (

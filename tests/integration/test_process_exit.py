@@ -89,7 +89,7 @@ def start(addresses: list[str], pool_name: str) -> Iterator[Callable[..., Schedu
 
 
 @pytest.mark.parametrize("mode", ["", "fork", "close"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGKILL])
 def test_the_session_of_a_killed_process_ends_before_its_lease(
     start: Callable[..., Scheduler], mode: str, number: int
 ) -> None:

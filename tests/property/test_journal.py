@@ -94,7 +94,7 @@ async def _write_amid_changes(folder: Path, config: PoolConfig, seed: int, count
     snapshot = asyncio.create_task(journal._snapshot())
     await asyncio.sleep(0)
     while not snapshot.done():
-        for _ in range(rng.choice([0, 0, 1, 2, 10])):
+        for _ in range(rng.choice([0, 0, 0, 1, 4])):
             traffic.change()
             count += 1
         await asyncio.sleep(0)
