@@ -17,7 +17,10 @@ MAX_FILES_LEFT = 4
 
 ATTACKS = {**attacks_bytes.ATTACKS, **attacks_grpc.ATTACKS, **attacks_links.ATTACKS}
 
-SLOW = {"bombs", "framing", "rapid reset of whole calls", "garbage", "a thousand streams"}
+SLOW = {
+    *("bombs", "framing", "rapid reset", "rapid reset of whole calls", "garbage", "a thousand streams"),
+    "a flood of empty data",
+}
 
 
 class Siege:

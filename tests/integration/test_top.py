@@ -116,6 +116,7 @@ def test_ctrl_c_and_signals_restore_the_terminal(
     assert b"Traceback" not in terminal.raw
 
 
+@pytest.mark.slow  # no answer for seconds
 def test_top_continues_when_the_server_is_killed_and_returns(tmp_path: Path, show: Callable[..., Terminal]) -> None:
     address = f"unix:{tmp_path / 's'}"
     server = ServerProcess(address)

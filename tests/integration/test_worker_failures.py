@@ -99,6 +99,7 @@ def test_a_killed_rank_degrades_the_pool_at_once_and_its_successor_begins_a_new_
         assert_starts_anew(client, session, epoch=2)
 
 
+@pytest.mark.slow  # a rank is silent
 def test_a_stopped_rank_that_resumes_within_the_grace_time_loses_nothing(workers: Workers) -> None:
     with server_on(timing=ATTENTIVE) as server, client_of(server) as client:
         ranks = workers.form(server.addresses[0], 2)
