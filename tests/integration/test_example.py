@@ -40,7 +40,7 @@ def test_the_exit_status_is_1_if_tokens_differ(
     assert (result.exit_code, f"{equal_requests} of 32" in result.output) == (status, True), result.output
 
 
-@pytest.mark.slow
+@pytest.mark.complete  # test_lending.py has its rules
 def test_engines_share_memory_and_kills_lose_no_cache() -> None:
     done = processes.run(
         [sys.executable, "-m", "examples.reference_engine.sharing"],
