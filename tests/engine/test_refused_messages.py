@@ -123,7 +123,7 @@ def test_a_free_that_raises_keeps_the_predictions_of_its_request(engine: Engine)
     """The request is named in the message before, which is refused."""
     batcher, session = engine.manager.batcher, engine.manager.session
     request = engine.driver.requests["r0"]
-    while batcher.requests["r0"].num_credit_tokens > 0:  # until the next decode needs a message
+    while batcher.requests["r0"].credit_tokens > batcher.requests["r0"].num_computed_tokens:  # until the next decode needs a message
         engine.driver.step()
     batcher.begin()
     batcher.settle()

@@ -137,15 +137,15 @@ class SessionProtocol:
             is_awaited = self._reported_sequence < min(executed_sequence, self._awaited_sequence)
             if self._gives_back or is_awaited or due(requests, self._reserve_tokens, step_format.report_tokens):
                 return None
-        short = [i for i, request in enumerate(requests) if request.num_credit_tokens < num_slots]
+        short = [i for i, each in enumerate(requests) if each.credit_tokens - each.num_computed_tokens < num_slots]
         for place in short:
-            if requests[place].num_held_tokens < num_slots:
+            if requests[place].held_tokens - requests[place].num_computed_tokens < num_slots:
                 return None
         new = {i: take_slots(requests[i], step_format.spans, num_slots, step_format.max_tokens) for i in short}
         if step_format.has_windows:
             note_run_tokens(requests, num_in_flight_tokens)
         for request in requests:
-            request.num_credit_tokens -= 1
+            request.num_computed_tokens += 1
         self._num_on_credit += len(requests)
         self._round_number += 1
         self._num_unreported = 0 if is_looked_at else self._num_unreported + 1
