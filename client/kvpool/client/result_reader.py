@@ -107,26 +107,15 @@ class ResultReader:
             at += 1 if isinstance(row, Row) else len(row.requests)
 
     def _read_decodes(self, row: DecodeRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
-        groups, answer, count = self._num_groups, row.answer, len(row.requests)
-        outcomes, counts = result.outcomes, result.num_new_blocks
-        appended = step.num_appended_tokens[at : at + count]
-        credit = result.credit_tokens[at : at + count] or [0] * count
-        sent = zip(row.requests, row.places, appended, credit, strict=True)
-        for i, (request, place, num_appended_tokens, credit_tokens) in enumerate(sent, at):
-            request.num_sent_tokens += num_appended_tokens
+        answer, each = row.answer, self._read_batch(row, at, step, result, block_ids)
+        for place, (request, outcome, new, credit_tokens) in zip(row.places, each, strict=True):
             num_computed = request.num_computed_tokens
-            outcome = outcomes[i] if outcomes else 0
-            if self._windowed and outcome in _SKIPPING:
-                self._skip_blocks(request, row.run_tokens[i - at])
             if outcome:
                 answer.refused[place] = Outcome(outcome)
             else:
-                if answer.refused:  # it was refused before its session gave its reserves back
-                    answer.refused.pop(place, None)
+                answer.refused.pop(place, None)  # it was refused before its session gave its reserves back
                 num_computed += 1
-                of_request = counts[i * groups : (i + 1) * groups]
-                if any(of_request):
-                    new = [list(islice(block_ids, count)) for count in of_request]
+                if new:
                     num_slots = num_computed + row.num_lookahead_tokens
                     answer.new_blocks[place] = self._add_blocks(request, (), new, num_slots)
             self._set_computed(request, num_computed, credit_tokens)
@@ -135,18 +124,31 @@ class ResultReader:
         self, row: ReserveRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]
     ) -> None:
         """Requests may have computed more tokens since the step was sent."""
-        groups, count = self._num_groups, len(row.requests)
-        credit = result.credit_tokens[at : at + count] or [0] * count
+        sent, each = (
+            zip(row.computed_tokens, row.held_tokens, strict=True),
+            self._read_batch(row, at, step, result, block_ids),
+        )
+        for (computed_tokens, held_tokens), (request, _, new, credit_tokens) in zip(sent, each, strict=True):
+            request.num_sent_computed_tokens = computed_tokens
+            cut(request, self._spans, held_tokens)
+            self._keep(request, new)
+            set_held(request, self._spans, credit_tokens)
+
+    def _read_batch(
+        self, row: DecodeRow | ReserveRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]
+    ) -> list[tuple[Request, int, list[list[int]], int]]:
+        """Returns each request with its outcome, its new blocks per group, or none, and its credit."""
+        groups, end, found = self._num_groups, at + len(row.requests), []
+        credit = result.credit_tokens[at:end] or [0] * len(row.requests)
+        outcomes = result.outcomes[at:end] or [0] * len(row.requests)
         for i, request in enumerate(row.requests):
             request.num_sent_tokens += step.num_appended_tokens[at + i]
-            request.num_sent_computed_tokens = row.computed_tokens[i]
-            if self._windowed:
+            if self._windowed and outcomes[i] in _SKIPPING:
                 self._skip_blocks(request, row.run_tokens[i])
-            cut(request, self._spans, row.held_tokens[i])
-            new = result.num_new_blocks[(at + i) * groups : (at + i + 1) * groups]
-            if any(new):
-                self._keep(request, [list(islice(block_ids, count)) for count in new])
-            set_held(request, self._spans, credit[i])
+            counts = result.num_new_blocks[(at + i) * groups : (at + i + 1) * groups]
+            new = [list(islice(block_ids, count)) for count in counts] if any(counts) else []
+            found.append((request, outcomes[i], new, credit[i]))
+        return found
 
     def _read_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
         answer, request, groups, operation = row.answer, row.request, self._num_groups, row.operation
@@ -174,7 +176,7 @@ class ResultReader:
         request.num_prompt_tokens = 0 if sent == request.num_prompt_tokens else request.num_prompt_tokens
         if request.freed:
             request.num_sent_tokens = 0
-        lookahead = row.columns.get("num_lookahead_tokens", 0)
+        lookahead: int = row.arguments.get("num_lookahead_tokens", 0)
         if operation in LEAVING:
             request.forget_blocks()
             self.holders.pop(request, None)
@@ -189,7 +191,7 @@ class ResultReader:
                 if row.computed or row.options.num_external_tokens:
                     hit, num_computed = self._hit(row)
                     hit = self._uncopied(hit, num_computed)
-                num_computed += row.num_new_tokens
+                num_computed += row.arguments["num_new_tokens"]
                 answer.new_blocks = self._add_blocks(request, hit, answer.new_blocks, num_computed + lookahead)
         elif operation == Operation.ADMIT and is_ok:
             num_computed = answer.num_hit_tokens + answer.num_new_tokens
@@ -232,9 +234,10 @@ class ResultReader:
 
     def _keep(self, request: Request, new: Sequence[Sequence[int]]) -> None:
         """Adds new blocks to the reserve of a request."""
-        reserve = request.reserve_ids or [[] for _ in new]
-        request.reserve_ids = [[*kept, *added] for kept, added in zip(reserve, new, strict=True)]
-        self.holders[request] = None
+        if new:
+            reserve = request.reserve_ids or [[] for _ in new]
+            request.reserve_ids = [[*kept, *added] for kept, added in zip(reserve, new, strict=True)]
+            self.holders[request] = None
 
     def _skip_blocks(self, request: Request, num_run_tokens: int) -> None:
         """Sets the blocks that no attention window reads any more to the null block, as the server does."""

@@ -22,20 +22,18 @@ class Row:
         request: The request; None for an operation on the pool.
         answer: Filled with the result.
         num_computed_tokens: Computed tokens of the request before the operation, without rejected ones.
-        num_new_tokens: Its number of tokens.
         computed: The hit that the operation allocates.
         options: Options of the allocation.
-        columns: Its other arguments.
+        arguments: These, and the numbers of the operation by the names of their columns.
     """
 
     operation: Operation
     request: Request | None
     answer: Answer
     num_computed_tokens: int
-    num_new_tokens: int
     computed: ComputedBlocks | None
     options: AllocationOptions
-    columns: Mapping[str, Any]
+    arguments: Mapping[str, Any]
 
     @property
     def unserved(self) -> Sequence[tuple[Request, int]]:

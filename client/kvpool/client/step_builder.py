@@ -89,36 +89,15 @@ class StepBuilder:
         round_number: See `SessionProtocol.new_step`.
         is_sent: Whether the step was sent, so that it takes no more operations.
         waits: Whether a scheduler needs the answer of an operation before it continues.
-        reports: Whether to call `report`.
     """
 
-    def __init__(
-        self,
-        step_format: StepFormat,
-        round_number: int,
-        step: Step,
-        *,
-        reserve_tokens: int = 0,
-        gives_back: bool = False,
-    ) -> None:
-        """Starts a step.
-
-        Args:
-            step_format: Format of the pool's steps.
-            round_number: See `SessionProtocol.new_step`.
-            step: The step, without operations.
-            reserve_tokens: Tokens for which requests hold slots in reserve; 0 if `reports` is false.
-            gives_back: Whether the requests on credit then give their reserves back.
-        """
+    def __init__(self, step_format: StepFormat, round_number: int, step: Step) -> None:
         self.step = step
         self.rows: list[Row | DecodeRow | ReserveRow] = []
         self.on_credit: dict[Request, tuple[int, int]] = {}
         self.round_number = round_number
         self.is_sent = False
         self.waits = False
-        self.reports = reserve_tokens > 0
-        self._reserve_tokens = reserve_tokens
-        self._gives_back = gives_back
         self._is_taken = False
         """Whether the allocations on credit were applied."""
         self._format = step_format
@@ -283,35 +262,26 @@ class StepBuilder:
         self.on_credit = self.on_credit | on_credit if self.on_credit else on_credit
         return answer
 
-    def report(self) -> None:
-        """Reports what requests have computed on credit, and changes the reserves that are due.
-
-        Call it if `reports` is set, before the step is sent, after its other operations.
-        """
-        if self._gives_back:
+    def report(self, reserve_tokens: int, *, gives_back: bool) -> None:
+        """Reports what requests have computed on credit, and fills reserves up that are low, or gives all back."""
+        if gives_back:
             self._give_back(self.on_credit, {request: num_slots for request, (_, num_slots) in self.on_credit.items()})
         else:
-            found = due(self.on_credit, self._reserve_tokens, self._format.report_tokens)
-            most = self._reserve_tokens + REPORT_STEPS
-            self._put_reserves(
-                found, [max(request.num_computed_tokens + most, request.held_tokens) for request in found]
-            )
+            found, most = due(self.on_credit, reserve_tokens, self._format.report_tokens), reserve_tokens + REPORT_STEPS
+            self._put_reserves(found, [max(each.num_computed_tokens + most, each.held_tokens) for each in found])
 
     def _give_back(self, requests: Iterable[Request], num_slots: Mapping[Request, int]) -> None:
-        """Gives back what requests hold in reserve, or behind a window, unless the step names them already.
+        """Gives back what requests hold in reserve, or behind a window.
 
         Args:
-            requests: The requests.
+            requests: The requests. The step has no other operations on them.
             num_slots: Slots after the computed tokens that requests keep, if they are more than in their block tables.
         """
+        windowed = self._format.has_windows
         found = [
-            request
-            for request in requests
-            if request not in self._named
-            and (
-                any(request.reserve_ids)
-                or (self._format.has_windows and request.num_computed_tokens > request.num_sent_computed_tokens)
-            )
+            each
+            for each in requests
+            if any(each.reserve_ids) or (windowed and each.num_computed_tokens > each.num_sent_computed_tokens)
         ]
         ends = [max(each.num_computed_tokens + num_slots.get(each, 0), each.credit_tokens) for each in found]
         self._put_reserves(found, ends)
@@ -326,11 +296,7 @@ class StepBuilder:
         self.rows.append(ReserveRow(requests, computed, held, run_tokens))
 
     def _put_allocations(
-        self,
-        requests: Sequence[Request],
-        places: Sequence[int],
-        answer: Decodes,
-        num_lookahead_tokens: int,
+        self, requests: Sequence[Request], places: Sequence[int], answer: Decodes, num_lookahead_tokens: int
     ) -> None:
         run_tokens = self._put_running(Operation.ALLOCATE, requests, 1, [num_lookahead_tokens] * len(requests))
         self.rows.append(DecodeRow(requests, places, answer, num_lookahead_tokens, run_tokens))
@@ -353,39 +319,28 @@ class StepBuilder:
         budget_tokens = refused.step.admission_budget_tokens
         left_tokens = budget_tokens - sum([row.answer.num_new_tokens for row in refused.rows if isinstance(row, Row)])
         self.step.admission_budget_tokens = max(left_tokens, 0)
+        admits = left_tokens > 0 or not budget_tokens
         for row in refused.rows:
             if isinstance(row, DecodeRow) and row.unserved:
                 requests, places = zip(*row.unserved, strict=True)
                 self._put_allocations(requests, places, row.answer, row.num_lookahead_tokens)
-            elif isinstance(row, Row) and row.unserved:
-                is_over_budget = row.operation is Operation.ADMIT and budget_tokens and left_tokens <= 0
-                if not is_over_budget:
-                    self._add(
-                        row.operation,
-                        row.request,
-                        num_new_tokens=row.num_new_tokens,
-                        computed=row.computed,
-                        options=row.options,
-                        answer=row.answer,
-                        **row.columns,
-                    )
+            elif isinstance(row, Row) and row.unserved and (admits or row.operation is not Operation.ADMIT):
+                self._add(row.operation, row.request, answer=row.answer, **row.arguments)
         return True
 
     def _check_running(self, sent: Sequence[Request], requests: Collection[Request], count: int) -> None:
         if 0 in [request.num_computed_tokens for request in sent]:
             raise InvalidArgumentError("requests", "one is not running")
-        is_named_twice = (
-            len(requests) < count
-            or (self.on_credit and not self.on_credit.keys().isdisjoint(requests))
-            or (self._named and not self._named.isdisjoint(requests))
-        )
-        if is_named_twice:
+        if len(requests) < count or not self.can_name(requests):
             message = "one is named twice in this step"
             raise InvalidArgumentError("requests", message, reason="REQUEST_NAMED_TWICE")
 
     def can_name(self, requests: Collection[Request]) -> bool:
         """Whether the step names none of these requests yet."""
-        return self._named.isdisjoint(requests) and self.on_credit.keys().isdisjoint(requests)
+        named, on_credit = self._named, self.on_credit  # most often empty
+        return not (
+            (named and not named.isdisjoint(requests)) or (on_credit and not on_credit.keys().isdisjoint(requests))
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -523,7 +478,8 @@ class StepBuilder:
         **columns: int,
     ) -> Answer:
         self._check_nameable(request)
-        step, appended, num_computed, arguments = self.step, 0, 0, columns.copy()
+        step, appended, num_computed = self.step, 0, 0
+        arguments = {"num_new_tokens": num_new_tokens, "computed": computed, "options": options, **columns}
         promised: Sequence[Sequence[int]] = computed.block_ids if computed else (block_ids,)
         if options is not DEFAULT_OPTIONS:
             columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
@@ -549,7 +505,7 @@ class StepBuilder:
         step.num_appended_tokens.append(appended)
         step.num_new_tokens.append(num_new_tokens)
         answer = answer or Answer()
-        self.rows.append(Row(operation, request, answer, num_computed, num_new_tokens, computed, options, arguments))
+        self.rows.append(Row(operation, request, answer, num_computed, computed, options, arguments))
         self.waits = self.waits or operation not in _UNAWAITED
         return answer
 
@@ -584,11 +540,7 @@ class StepBuilder:
             self.step.token_ids += request.token_ids[first:]
 
     def _put_running(
-        self,
-        operation: Operation,
-        requests: Sequence[Request],
-        num_new_tokens: int,
-        num_lookahead_tokens: list[int],
+        self, operation: Operation, requests: Sequence[Request], num_new_tokens: int, num_lookahead_tokens: list[int]
     ) -> list[int]:
         """Adds an operation on each of some running requests. Returns their numbers of tokens that have run."""
         step, size, count = self.step, self._format.hash_block_size, len(requests)
