@@ -228,7 +228,7 @@ class UnarySystem(WatchedSystem):
             num_encoder_tokens=line["num_encoder_tokens"],
             delay_cache_blocks=line["delay_cache_blocks"],
         )
-        request.set_computed(line["num_computed_tokens"], 0)
+        request.num_computed_tokens = line["num_computed_tokens"]
         for i, group in enumerate(self._config.groups):  # as the proto documents for OPERATION_ALLOCATE
             skipped = group.spec.num_skipped_tokens(request.num_computed_tokens) // self._config.span_tokens(GroupId(i))
             table = request.block_ids[i]
@@ -238,7 +238,7 @@ class UnarySystem(WatchedSystem):
             return None
         assert answer.outcome == step_pb2.OUTCOME_UNSPECIFIED
         num_new_tokens = line["num_new_computed_tokens"] + line["num_new_tokens"]
-        request.set_computed(request.num_computed_tokens + num_new_tokens, 0)
+        request.num_computed_tokens += num_new_tokens
         hit = [list(group.block_ids) for group in computed.groups] if computed else [[] for _ in request.block_ids]
         new = [list(group.block_ids) for group in answer.new_blocks]
         copied = iter(answer.copied_block_ids)

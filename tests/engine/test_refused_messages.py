@@ -32,7 +32,7 @@ class Engine:
 
     def spoil(self) -> None:
         """Makes the service refuse the next message."""
-        self.manager.batcher.builder.evict_blocks([SETUP.num_blocks])
+        self.manager.calls.builder.evict_blocks([SETUP.num_blocks])
 
     def finish(self) -> None:
         """Runs all requests to their end, after which the service holds nothing of them."""
@@ -121,17 +121,17 @@ def test_an_eviction_of_a_block_that_does_not_exist_is_refused_at_once(engine: E
 
 def test_a_free_that_raises_keeps_the_predictions_of_its_request(engine: Engine) -> None:
     """The request is named in the message before, which is refused."""
-    batcher, session = engine.manager.batcher, engine.manager.session
-    request = engine.driver.requests["r0"]
-    while batcher.requests["r0"].num_credit_tokens > 0:  # until the next decode needs a message
+    calls, session = engine.manager.calls, engine.manager.session
+    request, ours = engine.driver.requests["r0"], calls.requests["r0"]
+    while ours.credit_tokens > ours.num_computed_tokens:  # until the next decode needs a message
         engine.driver.step()
-    batcher.begin()
-    batcher.settle()
-    batcher.builder.cache_blocks(batcher.requests["r0"], PROMPT_TOKENS)
+    engine.manager.batcher.begin()
+    calls.settle()
+    calls.builder.cache_blocks(ours, PROMPT_TOKENS)
     engine.spoil()
     with pytest.raises(InvalidArgumentError, match="block_ids"):
         engine.manager.free(request)
     sequence = session.sequence
     assert engine.manager.allocate_slots(request, 1) is not None
     assert session.sequence == sequence  # granted before
-    assert batcher.requests["r0"].num_computed_tokens == request.num_computed_tokens + 1
+    assert ours.num_computed_tokens == request.num_computed_tokens + 1

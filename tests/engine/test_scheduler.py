@@ -113,7 +113,7 @@ def test_a_wrong_prediction_costs_messages_and_nothing_else(
         while not driver.is_idle:
             driver.step()
             if driver is served:
-                requests = served.scheduler.kv_cache_manager.batcher.requests
+                requests = served.scheduler.kv_cache_manager.calls.requests
                 for request in served.scheduler.running:
                     room = len(requests[request.request_id].block_ids[0]) * setup.block_size
                     assert room >= request.num_computed_tokens

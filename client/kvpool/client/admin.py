@@ -279,10 +279,7 @@ class AdminClient:
         run(self._transport.close())
 
     def _call(
-        self,
-        method: "_Method[_RequestT, _ResponseT]",
-        request: _RequestT,
-        deadline_seconds: float = 0.0,
+        self, method: "_Method[_RequestT, _ResponseT]", request: _RequestT, deadline_seconds: float = 0.0
     ) -> _ResponseT:
         return run(self._transport.call_operator(method, request, deadline_seconds or self._deadline_seconds))
 

@@ -34,9 +34,7 @@ def run(coroutine: Coroutine[Any, Any, _T]) -> _T:
     raise RuntimeError("a transport of a synchronous client suspended")
 
 
-def blocking(
-    method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _T]],
-) -> Callable[Concatenate[Any, _P], _T]:
+def blocking(method: Callable[Concatenate[Any, _P], Coroutine[Any, Any, _T]]) -> Callable[Concatenate[Any, _P], _T]:
     """Makes the synchronous form of a method, with the same parameters."""
 
     @wraps(method)

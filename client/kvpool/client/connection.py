@@ -9,13 +9,7 @@ from kvpool.client.durations import MAX_LEASE_SECONDS, MAX_WAIT_SECONDS, check_d
 from kvpool.client.process_name import process_name
 from kvpool.client.session import Session
 from kvpool.client.transports.embedded import EMBEDDED, EmbeddedTransport
-from kvpool.client.transports.transport import (
-    EventBatch,
-    OpenedSession,
-    SessionOptions,
-    Transport,
-    watch_options,
-)
+from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, Transport, watch_options
 from kvpool.core.errors import check_range
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.v1.pool_pb2 import PoolInfo

@@ -11,6 +11,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from kvpool.client.lease import LeaseTimer
 from kvpool.client.request import Request
 from kvpool.client.reserves import REPORT_STEPS, due, note_run_tokens, take_slots
 from kvpool.client.result_reader import ResultReader
@@ -98,24 +99,11 @@ class SessionProtocol:
         if self._over or (self._unanswered and not self.is_in_background):
             raise self._refusal()
         return StepBuilder(
-            self._format,
-            self._round_number,
-            Step(0, executed_sequence, launched_sequence, admission_budget_tokens),
-            reserve_tokens=self._reserve_tokens if self._is_report_due and not self._unanswered else 0,
-            gives_back=self._gives_back,
+            self._format, self._round_number, Step(0, executed_sequence, launched_sequence, admission_budget_tokens)
         )
 
-    def _count_decodes(self, builder: StepBuilder) -> None:
-        if builder.on_credit:
-            self._num_unreported = 0 if builder.reports else self._num_unreported + 1
-            self._gives_back = self._gives_back and not builder.reports
-
     def decode_on_credit(
-        self,
-        requests: Sequence[Request],
-        num_slots: int,
-        executed_sequence: int,
-        num_in_flight_tokens: Sequence[int],
+        self, requests: Sequence[Request], num_slots: int, executed_sequence: int, num_in_flight_tokens: Sequence[int]
     ) -> dict[int, list[list[int]]] | None:
         """Takes a slot for one more token of each request, if that needs no step now.
 
@@ -129,23 +117,24 @@ class SessionProtocol:
             The blocks of requests that got any, per group, by place. None, and nothing was changed, if a request holds
             too few slots, or the service needs a report.
         """
-        step_format = self._format
+        step_format, is_looked_at = self._format, self._is_report_due
         if self._over or (self._unanswered and not self.is_in_background):
             return None
-        is_looked_at = self._is_report_due and not self._unanswered
-        if is_looked_at:
-            is_awaited = self._reported_sequence < min(executed_sequence, self._awaited_sequence)
-            if self._gives_back or is_awaited or due(requests, self._reserve_tokens, step_format.report_tokens):
-                return None
-        short = [i for i, request in enumerate(requests) if request.num_credit_tokens < num_slots]
+        if is_looked_at and (
+            self._gives_back
+            or self._is_awaited(executed_sequence)
+            or due(requests, self._reserve_tokens, step_format.report_tokens)
+        ):
+            return None
+        short = [i for i, each in enumerate(requests) if each.credit_tokens - each.num_computed_tokens < num_slots]
         for place in short:
-            if requests[place].num_held_tokens < num_slots:
+            if requests[place].held_tokens - requests[place].num_computed_tokens < num_slots:
                 return None
         new = {i: take_slots(requests[i], step_format.spans, num_slots, step_format.max_tokens) for i in short}
         if step_format.has_windows:
             note_run_tokens(requests, num_in_flight_tokens)
         for request in requests:
-            request.num_credit_tokens -= 1
+            request.num_computed_tokens += 1
         self._num_on_credit += len(requests)
         self._round_number += 1
         self._num_unreported = 0 if is_looked_at else self._num_unreported + 1
@@ -153,32 +142,42 @@ class SessionProtocol:
 
     @property
     def _is_report_due(self) -> bool:
-        return self._gives_back or self._num_unreported >= REPORT_STEPS - 1
+        return not self._unanswered and (self._gives_back or self._num_unreported >= REPORT_STEPS - 1)
 
-    def answer_on_credit(self, builder: StepBuilder, *, is_fresh: bool) -> bool:
-        """Answers a step without rows here, if it need not be sent. Returns whether it did.
+    def _is_awaited(self, executed_sequence: int) -> bool:
+        """Whether others may wait for the report that the steps up to this one were executed."""
+        return self._reported_sequence < min(executed_sequence, self._awaited_sequence)
+
+    def answer_on_credit(self, builder: StepBuilder, lease_timer: LeaseTimer) -> bool:
+        """Answers a step here, if it need not be sent. Returns whether it did. Adds the reports that are due before.
 
         Args:
             builder: The step.
-            is_fresh: Whether the session was certainly open a moment ago. If not, only the service can answer.
+            lease_timer: Knows whether the session was certainly open a moment ago. If not, the service must answer.
 
         Raises:
             KvpoolError: As `encode`.
         """
+        reports = not self._reserve_tokens
+        if builder.on_credit and not reports:
+            reports = self._is_report_due
+            self._num_unreported = 0 if reports else self._num_unreported + 1
+            if reports:
+                builder.report(self._reserve_tokens, gives_back=self._gives_back)
+                self._gives_back = False
+        if builder.rows:
+            return False
         if self._over or builder.round_number != self._round_number or (self._unanswered and not self.is_in_background):
             raise self._refusal()
         executed = builder.step.executed_sequence
-        if builder.on_credit and not is_fresh:
+        if builder.on_credit and not lease_timer.is_fresh:
             return False
         if not self._unanswered:  # else a report has to wait
             if executed > self.sequence or (executed and not builder.on_credit):
                 return False
-            is_awaited = self._reported_sequence < min(executed, self._awaited_sequence)
-            if is_awaited and (builder.reports or not self._reserve_tokens):
+            if reports and self._is_awaited(executed):
                 return False
         self._round_number += 1
-        if self._reserve_tokens:
-            self._count_decodes(builder)
         builder.take_credit()
         self._num_on_credit += len(builder.on_credit)
         return True
@@ -196,7 +195,6 @@ class SessionProtocol:
         step = builder.complete(self.sequence + 1, num_on_credit)
         builder.is_sent = True
         if self._reserve_tokens:
-            self._count_decodes(builder)
             self.is_in_background = not builder.waits
         if self.is_in_background:
             self._num_on_credit = num_on_credit
@@ -241,9 +239,7 @@ class SessionProtocol:
         refused, self._refused = self._refused, None
         if refused is None:
             return None
-        step = refused.step
-        reports = Step(0, step.executed_sequence, step.launched_sequence)
-        builder = StepBuilder(self._format, self._round_number, reports)
+        builder = self.new_step(0, refused.step.executed_sequence, refused.step.launched_sequence)
         return builder if builder.ask_again(refused, self._reader.holders) else None
 
     def check_settled(self) -> None:

@@ -30,12 +30,12 @@ class Request:
             for example when a conversation continues in one request. The next operation other than a decode sends it
             to the service and resets it to 0.
         block_ids: Its block table of each group, in the order of the tokens. Kept up to date by the session.
-        credit_tokens: Number of computed tokens up to which it can allocate on credit, without a message to the
-            service. Kept by the session.
-        num_credit_tokens: Credit that is left; none if negative. Counted down: most decodes change only this and the
-            tokens.
+        num_computed_tokens: Tokens that have slots, hits included: the next allocation starts there. The session sets
+            it.
+        credit_tokens: Number of computed tokens that it can reach on credit, without a message to the service, in the
+            blocks of its tables.
         reserve_ids: Blocks of each group that it holds beyond its block tables, in reserve; empty without a reserve.
-        held_tokens: Number of computed tokens that it can reach with its reserve.
+        held_tokens: Number of computed tokens that it can reach on credit with the blocks in reserve, too.
         num_run_tokens: Number of tokens that had certainly run when it was last allocated a slot, in pools with
             windows: blocks that these leave behind a window can be freed.
         declared: Whether the service knows it.
@@ -54,8 +54,8 @@ class Request:
     trace_parent: str = ""
     num_prompt_tokens: int = field(default=0, init=False)
     block_ids: list[list[int]] = field(init=False)
+    num_computed_tokens: int = field(default=0, init=False)
     credit_tokens: int = field(default=0, init=False)
-    num_credit_tokens: int = field(default=0, init=False)
     reserve_ids: list[list[int]] = field(default_factory=list, init=False)
     held_tokens: int = field(default=0, init=False)
     num_run_tokens: int = field(default=0, init=False)
@@ -78,16 +78,6 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def num_computed_tokens(self) -> int:
-        """Tokens that have slots, hits included; the next allocation starts there. Kept by the session."""
-        return self.credit_tokens - self.num_credit_tokens
-
-    def set_computed(self, num_computed_tokens: int, credit_tokens: int) -> None:
-        """Sets the number of tokens that have slots, and the number up to which it can allocate on credit."""
-        self.credit_tokens = credit_tokens
-        self.num_credit_tokens = credit_tokens - num_computed_tokens
-
-    @property
     def hashes(self) -> list[BlockHash]:
         """The hash of each full block of the tokens, if the pool caches. Each is computed once."""
         hashes, hasher = self.known_hashes, self.hasher
@@ -105,14 +95,8 @@ class Request:
 
     def forget_blocks(self) -> None:
         """Empties the block tables, after the blocks were freed."""
-        self.block_ids = [[] for _ in self.block_ids]
-        self.credit_tokens = self.num_credit_tokens = self.held_tokens = self.num_run_tokens = 0
-        self.reserve_ids = []
-
-    @property
-    def num_held_tokens(self) -> int:
-        """Number of further tokens that it can compute without a message to the service, its reserve included."""
-        return self.held_tokens - self.num_computed_tokens
+        self.block_ids, self.reserve_ids = [[] for _ in self.block_ids], []
+        self.num_computed_tokens = self.credit_tokens = self.held_tokens = self.num_run_tokens = 0
 
 
 def hash_filled_blocks(requests: Sequence[Request]) -> None:

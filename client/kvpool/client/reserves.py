@@ -27,13 +27,10 @@ def hand_over(request: Request, spans: Spans, num_tokens: int) -> list[list[int]
         The blocks, per group.
     """
     new: list[list[int]] = [[] for _ in request.block_ids]
-    for group_id, span, num_extra in spans if request.reserve_ids else ():
-        table, reserve = request.block_ids[group_id], request.reserve_ids[group_id]
-        count = -(-num_tokens // span) + num_extra - len(table)
-        if count > 0:
-            new[group_id] = reserve[:count]
-            del reserve[:count]
-            table += new[group_id]
+    for i, count in enumerate(_num_needed(request, spans, num_tokens)):
+        new[i] = request.reserve_ids[i][:count]
+        del request.reserve_ids[i][:count]
+        request.block_ids[i] += new[i]
     set_held(request, spans, request.held_tokens)
     return new
 
@@ -49,37 +46,31 @@ def note_run_tokens(requests: Sequence[Request], num_in_flight_tokens: Sequence[
         request.num_run_tokens = max(request.num_computed_tokens - num_in_flight, 0)
 
 
-def cut(request: Request, spans: Spans, num_tokens: int) -> list[list[int]]:
-    """Takes out of the reserve of a request the blocks after those of its first `num_tokens` tokens. Returns them."""
-    taken: list[list[int]] = [[] for _ in request.block_ids]
-    for group_id, span, num_extra in spans if request.reserve_ids else ():
-        reserve = request.reserve_ids[group_id]
-        count = max(-(-num_tokens // span) + num_extra - len(request.block_ids[group_id]), 0)
-        taken[group_id] = reserve[count:]
-        del reserve[count:]
-    if any(taken):
-        set_held(request, spans, min(request.held_tokens, _num_slots(request, spans)))
-    return taken
+def cut(request: Request, spans: Spans, num_tokens: int) -> None:
+    """Takes the blocks after those of its first `num_tokens` tokens out of the reserve of a request."""
+    for i, count in enumerate(_num_needed(request, spans, num_tokens)):
+        del request.reserve_ids[i][count:]
 
 
-def restore(request: Request, spans: Spans, taken: list[list[int]], max_tokens: int) -> None:
-    """Puts back what `cut` has taken."""
-    if any(taken):
-        request.reserve_ids = [[*kept, *more] for kept, more in zip(request.reserve_ids, taken, strict=True)]
-        set_held(request, spans, min(max_tokens, _num_slots(request, spans)))
-
-
-def _num_slots(request: Request, spans: Spans) -> int:
-    """Number of tokens for which the blocks of a request have slots, its reserve included."""
-    tables, reserves = request.block_ids, request.reserve_ids
-    return min((len(tables[i]) + len(reserves[i]) - num_extra) * span for i, span, num_extra in spans)
+def _num_needed(request: Request, spans: Spans, num_tokens: int) -> list[int]:
+    """Number of blocks in reserve that the first `num_tokens` tokens need, per group; all without a slot per token."""
+    counts = [len(ids) for ids in request.reserve_ids]
+    for group_id, span, num_extra in spans if counts else ():
+        counts[group_id] = max(-(-num_tokens // span) + num_extra - len(request.block_ids[group_id]), 0)
+    return counts
 
 
 def set_held(request: Request, spans: Spans, held_tokens: int) -> None:
     """Sets the number of tokens for which a request holds slots, and which of them are in its block tables."""
     given = [(len(request.block_ids[group_id]) - num_extra) * span for group_id, span, num_extra in spans]
-    request.held_tokens = held_tokens
-    request.set_computed(request.num_computed_tokens, min([held_tokens, *given]))
+    request.held_tokens, request.credit_tokens = held_tokens, min([held_tokens, *given])
+
+
+def restore_held(request: Request, spans: Spans, max_tokens: int) -> None:
+    """Has a request use all of its reserve again, of which it was to give blocks back."""
+    tables, reserves = request.block_ids, request.reserve_ids
+    slots = [(len(tables[i]) + len(reserves[i]) - num_extra) * span for i, span, num_extra in spans if reserves]
+    set_held(request, spans, min([max_tokens, *slots]))
 
 
 def due(requests: Iterable[Request], reserve_tokens: int, block_size: int) -> list[Request]:

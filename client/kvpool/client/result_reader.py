@@ -5,13 +5,13 @@ from itertools import islice
 from typing import Final
 
 from kvpool.client.request import Request
-from kvpool.client.reserves import Spans, hand_over, set_held
+from kvpool.client.reserves import Spans, cut, hand_over, set_held
 from kvpool.client.rows import DecodeRow, ReserveRow, Row
 from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import LEAVING, TAKING, Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import LEAVING, Operation, Outcome, Step, StepResult
 from kvpool.wire.errors import ServerError
 
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.NEVER_FITS))
@@ -100,101 +100,58 @@ class ResultReader:
         for row in builder.rows:
             if isinstance(row, DecodeRow):
                 self._read_decodes(row, at, step, result, block_ids)
-                at += len(row.requests)
             elif isinstance(row, ReserveRow):
                 self._read_reserves(row, at, step, result, block_ids)
-                at += len(row.requests)
             else:
-                read = self._read_reserving_row if self._reserves else self._read_row
-                read(row, at, step, result, block_ids)
-                at += 1
+                self._read_row(row, at, step, result, block_ids)
+            at += 1 if isinstance(row, Row) else len(row.requests)
 
     def _read_decodes(self, row: DecodeRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
-        groups, answer, count = self._num_groups, row.answer, len(row.requests)
-        outcomes, counts = result.outcomes, result.num_new_blocks
-        appended = step.num_appended_tokens[at : at + count]
-        credit = result.credit_tokens[at : at + count] or [0] * count
-        sent = zip(row.requests, row.places, appended, credit, strict=True)
-        for i, (request, place, num_appended_tokens, credit_tokens) in enumerate(sent, at):
-            request.num_sent_tokens += num_appended_tokens
+        answer, each = row.answer, self._read_batch(row, at, step, result, block_ids)
+        for place, (request, outcome, new, credit_tokens) in zip(row.places, each, strict=True):
             num_computed = request.num_computed_tokens
-            outcome = outcomes[i] if outcomes else 0
-            if self._windowed and outcome in _SKIPPING:
-                self._skip_blocks(request, row.run_tokens[i - at])
             if outcome:
                 answer.refused[place] = Outcome(outcome)
             else:
-                if answer.refused:  # it was refused before its session gave its reserves back
-                    answer.refused.pop(place, None)
+                answer.refused.pop(place, None)  # it was refused before its session gave its reserves back
                 num_computed += 1
-                of_request = counts[i * groups : (i + 1) * groups]
-                if any(of_request):
-                    new = [list(islice(block_ids, count)) for count in of_request]
-                    if self._reserves:
-                        new = self._take_new(request, new, num_computed + row.num_lookahead_tokens)
-                    else:
-                        self._extend_tables(request, new)
-                    answer.new_blocks[place] = new
-            request.num_sent_computed_tokens = num_computed
-            request.credit_tokens, request.num_credit_tokens = credit_tokens, credit_tokens - num_computed
-            if self._reserves:
-                set_held(request, self._spans, credit_tokens)
+                if new:
+                    num_slots = num_computed + row.num_lookahead_tokens
+                    answer.new_blocks[place] = self._add_blocks(request, (), new, num_slots)
+            self._set_computed(request, num_computed, credit_tokens)
 
     def _read_reserves(
         self, row: ReserveRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]
     ) -> None:
         """Requests may have computed more tokens since the step was sent."""
-        groups, count = self._num_groups, len(row.requests)
-        credit = result.credit_tokens[at : at + count] or [0] * count
-        for i, request in enumerate(row.requests):
-            computed_tokens = row.computed_tokens[i]
-            request.num_sent_tokens += step.num_appended_tokens[at + i]
+        sent, each = (
+            zip(row.computed_tokens, row.held_tokens, strict=True),
+            self._read_batch(row, at, step, result, block_ids),
+        )
+        for (computed_tokens, held_tokens), (request, _, new, credit_tokens) in zip(sent, each, strict=True):
             request.num_sent_computed_tokens = computed_tokens
-            if self._windowed:
+            cut(request, self._spans, held_tokens)
+            self._keep(request, new)
+            set_held(request, self._spans, credit_tokens)
+
+    def _read_batch(
+        self, row: DecodeRow | ReserveRow, at: int, step: Step, result: StepResult, block_ids: Iterator[int]
+    ) -> list[tuple[Request, int, list[list[int]], int]]:
+        """Returns each request with its outcome, its new blocks per group, or none, and its credit."""
+        groups, end, found = self._num_groups, at + len(row.requests), []
+        credit = result.credit_tokens[at:end] or [0] * len(row.requests)
+        outcomes = result.outcomes[at:end] or [0] * len(row.requests)
+        for i, request in enumerate(row.requests):
+            request.num_sent_tokens += step.num_appended_tokens[at + i]
+            if self._windowed and outcomes[i] in _SKIPPING:
                 self._skip_blocks(request, row.run_tokens[i])
-            new = result.num_new_blocks[(at + i) * groups : (at + i + 1) * groups]
-            if any(new):
-                self._keep_new(request, [list(islice(block_ids, count)) for count in new])
-            set_held(request, self._spans, credit[i])
-
-    def _keep_new(self, request: Request, new: Sequence[Sequence[int]]) -> None:
-        """Adds new blocks to the reserve of a request."""
-        reserve = request.reserve_ids or [[] for _ in new]
-        request.reserve_ids = [[*kept, *added] for kept, added in zip(reserve, new, strict=True)]
-        self.holders[request] = None
-
-    def _take_new(self, request: Request, new: list[list[int]], num_tokens: int) -> list[list[int]]:
-        """Adds new blocks to a request: those of its first `num_tokens` tokens, which are returned; others are kept."""
-        self._keep_new(request, new)
-        return hand_over(request, self._spans, min(num_tokens, self._max_tokens))
-
-    def _read_reserving_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
-        """Reads a row as if the request had its reserve in its tables, and takes out what it has in reserve then."""
-        request, answer = row.request, row.answer
-        starts = [len(ids) for ids in request.block_ids] if request else []
-        for table, reserve in zip(request.block_ids, request.reserve_ids, strict=False) if request else ():
-            table.extend(reserve)
-        self._read_row(row, i, step, result, block_ids)
-        if request is None or step.operations[i] in LEAVING:
-            if request:
-                self.holders.pop(request, None)
-            return
-        request.reserve_ids = [[] for _ in request.block_ids]
-        hit = answer.hit_blocks if any(answer.hit_blocks) else row.computed.block_ids if row.computed else ()
-        takes = answer.outcome is Outcome.OK and step.operations[i] in TAKING
-        num_slots = request.num_computed_tokens + (step.num_lookahead_tokens[i] if step.num_lookahead_tokens else 0)
-        for group_id, span, num_extra in self._spans:
-            table = request.block_ids[group_id]
-            start = max(starts[group_id], len(hit[group_id]) if hit else 0)
-            end = max(-(-min(num_slots, self._max_tokens) // span) + num_extra, start) if takes else starts[group_id]
-            request.reserve_ids[group_id] = table[end:]
-            del table[end:]
-            answer.new_blocks[group_id] = table[start:]
-        self.holders[request] = None
-        set_held(request, self._spans, request.credit_tokens)
+            counts = result.num_new_blocks[(at + i) * groups : (at + i + 1) * groups]
+            new = [list(islice(block_ids, count)) for count in counts] if any(counts) else []
+            found.append((request, outcomes[i], new, credit[i]))
+        return found
 
     def _read_row(self, row: Row, i: int, step: Step, result: StepResult, block_ids: Iterator[int]) -> None:
-        answer, request, groups, operation = row.answer, row.request, self._num_groups, step.operations[i]
+        answer, request, groups, operation = row.answer, row.request, self._num_groups, row.operation
         outcome = answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
         answer.num_hit_tokens = result.num_hit_tokens[i] if result.num_hit_tokens else 0
         answer.num_shared_hit_tokens = result.num_shared_hit_tokens[i] if result.num_shared_hit_tokens else 0
@@ -219,8 +176,10 @@ class ResultReader:
         request.num_prompt_tokens = 0 if sent == request.num_prompt_tokens else request.num_prompt_tokens
         if request.freed:
             request.num_sent_tokens = 0
+        lookahead: int = row.arguments.get("num_lookahead_tokens", 0)
         if operation in LEAVING:
             request.forget_blocks()
+            self.holders.pop(request, None)
             num_computed = 0
         elif operation == Operation.ALLOCATE:
             # With full_sequence_must_fit, a refused allocation may not have reached the point of freeing blocks that
@@ -228,34 +187,57 @@ class ResultReader:
             if self._windowed and outcome in _SKIPPING and (is_ok or not row.options.full_sequence_must_fit):
                 self._skip_blocks(request, num_computed - row.options.num_in_flight_tokens)
             if is_ok:
-                added: Sequence[Sequence[int]] = answer.new_blocks
+                hit: Sequence[Sequence[int]] = ()
                 if row.computed or row.options.num_external_tokens:
                     hit, num_computed = self._hit(row)
-                    added = self._added(hit, num_computed, added)
-                num_computed += step.num_new_tokens[i]
-                self._extend_tables(request, added)
+                    hit = self._uncopied(hit, num_computed)
+                num_computed += row.arguments["num_new_tokens"]
+                answer.new_blocks = self._add_blocks(request, hit, answer.new_blocks, num_computed + lookahead)
         elif operation == Operation.ADMIT and is_ok:
             num_computed = answer.num_hit_tokens + answer.num_new_tokens
-            self._extend_tables(request, self._added(answer.hit_blocks, answer.num_hit_tokens, answer.new_blocks))
-        request.num_sent_computed_tokens = num_computed
-        request.set_computed(num_computed, result.credit_tokens[i] if result.credit_tokens else 0)
+            hit = self._uncopied(answer.hit_blocks, answer.num_hit_tokens)
+            answer.new_blocks = self._add_blocks(request, hit, answer.new_blocks, num_computed + lookahead)
+        self._set_computed(request, num_computed, result.credit_tokens[i] if result.credit_tokens else 0)
 
-    def _added(
-        self, hit: Sequence[Sequence[int]], num_hit_tokens: int, new: Sequence[Sequence[int]]
-    ) -> list[Sequence[int]]:
-        """Returns what an empty table grows by. The first new block, a copy, replaces one within which the hit ends."""
-        added: list[Sequence[int]] = []
-        for hit_ids, new_ids, (_, span_tokens) in zip(hit, new, self._specs, strict=True):
-            is_copied = self._partial_hits and hit_ids and num_hit_tokens % span_tokens
-            added.append([*(hit_ids[:-1] if is_copied else hit_ids), *new_ids])
-        return added
+    def _set_computed(self, request: Request, num_computed_tokens: int, held_tokens: int) -> None:
+        request.num_computed_tokens = request.num_sent_computed_tokens = num_computed_tokens
+        if self._reserves:
+            set_held(request, self._spans, held_tokens)
+        else:
+            request.credit_tokens = request.held_tokens = held_tokens
 
-    def _extend_tables(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+    def _uncopied(self, hit: Sequence[Sequence[int]], num_hit_tokens: int) -> Sequence[Sequence[int]]:
+        """The blocks of a hit that a request keeps: a copy, its first new block, replaces one within which it ends."""
+        if not self._partial_hits:
+            return hit
+        spans = [span_tokens for _, span_tokens in self._specs]
+        return [ids[:-1] if num_hit_tokens % span else ids for ids, span in zip(hit, spans, strict=True)]
+
+    def _add_blocks(
+        self, request: Request, hit: Sequence[Sequence[int]], new: list[list[int]], num_tokens: int
+    ) -> list[list[int]]:
+        """Adds the blocks of a hit, and new ones. Returns the new ones of the first `num_tokens` tokens.
+
+        Those of later tokens are kept in reserve.
+        """
+        added = [[*first, *more] for first, more in zip(hit, new, strict=True)] if hit else new
+        if self._reserves:
+            self._keep(request, added)
+            taken = hand_over(request, self._spans, min(num_tokens, self._max_tokens))
+            return [ids[len(first) :] for ids, first in zip(taken, hit, strict=True)] if hit else taken
         for group_id, num_drafts in self._moving:  # the server moves blocks for drafts to the end, see `state_manager`
-            table, moved = request.block_ids[group_id], block_ids[group_id]
+            table, moved = request.block_ids[group_id], added[group_id]
             table[-num_drafts:] = [NULL_BLOCK if each in moved else each for each in table[-num_drafts:]]
-        for table, ids in zip(request.block_ids, block_ids, strict=True):
+        for table, ids in zip(request.block_ids, added, strict=True):
             table.extend(ids)
+        return new
+
+    def _keep(self, request: Request, new: Sequence[Sequence[int]]) -> None:
+        """Adds new blocks to the reserve of a request."""
+        if new:
+            reserve = request.reserve_ids or [[] for _ in new]
+            request.reserve_ids = [[*kept, *added] for kept, added in zip(reserve, new, strict=True)]
+            self.holders[request] = None
 
     def _skip_blocks(self, request: Request, num_run_tokens: int) -> None:
         """Sets the blocks that no attention window reads any more to the null block, as the server does."""

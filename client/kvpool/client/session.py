@@ -162,28 +162,20 @@ class SessionBase:
         """
         return self._protocol.new_step(admission_budget_tokens, executed_sequence, launched_sequence)
 
-    async def _send(self, builder: StepBuilder) -> None:
-        """Sends a step and applies its result."""
+    async def _send(self, builder: StepBuilder, *, waits: bool = True) -> None:
+        """Sends a step if it must be sent, and applies its result, or does not wait for it."""
         self._transport.check_usable()
-        if builder.reports:
-            builder.report()
-        if builder.rows or not self._protocol.answer_on_credit(builder, is_fresh=self._lease_timer.is_fresh):
-            await self._exchange(self._protocol.encode(builder))
+        if not self._protocol.answer_on_credit(builder, self._lease_timer):
+            exchange = self._exchange if waits else self._calls.begin_exchange
+            await exchange(self._protocol.encode(builder))
 
     async def _send_collected(self, builder: StepBuilder) -> None:
         """Sends a step. With slots in reserve, waits for its result only if the scheduler needs it."""
-        if builder.waits or not self.reserve_tokens:
-            await self._send(builder)
-        else:
-            await self._begin(builder)
+        await self._send(builder, waits=builder.waits or not self.reserve_tokens)
 
     async def _begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting for its result."""
-        self._transport.check_usable()
-        if builder.reports:
-            builder.report()
-        if builder.rows or not self._protocol.answer_on_credit(builder, is_fresh=self._lease_timer.is_fresh):
-            await self._calls.begin_exchange(self._protocol.encode(builder))
+        await self._send(builder, waits=False)
 
     async def _new_settled_step(self, *arguments: int) -> StepBuilder:
         """Starts a step after the answer to one in the background; see `new_step`."""
@@ -245,7 +237,7 @@ class SessionBase:
                 error.add_note(_CONTINUES)
             raise
         self._protocol.apply_result(result)
-        while retry := self._protocol.new_retry():
+        if retry := self._protocol.new_retry():
             try:
                 await self._exchange(self._protocol.encode(retry))
             except ExhaustedError as error:
@@ -387,11 +379,11 @@ class Session(SessionBase):
 
     def send(self, builder: StepBuilder) -> None:
         """Sends a step and fills its answers, as the end of a `step` block does."""
-        run(self._send_collected(builder) if self.reserve_tokens else self._send(builder))
+        run(self._send(builder, waits=builder.waits or not self.reserve_tokens))
 
     def begin(self, builder: StepBuilder) -> None:
         """Sends a step without waiting, as the end of a `begin_step` block does."""
-        run(self._begin(builder))
+        run(self._send(builder, waits=False))
 
 
 class _Collected(AbstractContextManager[StepBuilder]):

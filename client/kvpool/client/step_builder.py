@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.client.request import Request, checked_token_ids, hash_filled_blocks
-from kvpool.client.reserves import REPORT_STEPS, Spans, cut, due, note_run_tokens, restore, take_slots
+from kvpool.client.reserves import REPORT_STEPS, Spans, due, note_run_tokens, restore_held, set_held, take_slots
 from kvpool.client.results import Answer, Decodes
 from kvpool.client.rows import DecodeRow, ReserveRow, Row
 from kvpool.client.trace_context import NO_TRACE_CONTEXT, packed_trace_context
@@ -15,7 +15,7 @@ from kvpool.core.ids import MAX_TOKENS, GroupId
 from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
-from kvpool.core.steps.columns import DECLARING, LEAVING, TAKING, Operation, Outcome, Step
+from kvpool.core.steps.columns import DECLARING, LEAVING, Operation, Outcome, Step
 
 _OFTEN_EMPTY: Final = (
     "declares",
@@ -30,7 +30,6 @@ _OFTEN_EMPTY: Final = (
 """Columns that are empty, or end early, until the step is complete."""
 _UNAWAITED: Final = frozenset((*LEAVING, Operation.EVICT))
 """Operations whose answers tell a scheduler nothing that it needs."""
-_UNSERVED: Final = frozenset((Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.SKIPPED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,49 +85,26 @@ class StepBuilder:
     Attributes:
         step: The operations to send. A request that is new to the service is declared by its operation.
         rows: The same operations, for the reader of the result.
-        on_credit: Requests that allocate on credit, and how many tokens each.
+        on_credit: Requests that allocate on credit, each with its number of tokens, and of slots for these and drafts.
         round_number: See `SessionProtocol.new_step`.
         is_sent: Whether the step was sent, so that it takes no more operations.
         waits: Whether a scheduler needs the answer of an operation before it continues.
-        reports: Whether to call `report`.
     """
 
-    def __init__(
-        self,
-        step_format: StepFormat,
-        round_number: int,
-        step: Step,
-        *,
-        reserve_tokens: int = 0,
-        gives_back: bool = False,
-    ) -> None:
-        """Starts a step.
-
-        Args:
-            step_format: Format of the pool's steps.
-            round_number: See `SessionProtocol.new_step`.
-            step: The step, without operations.
-            reserve_tokens: Tokens for which requests hold slots in reserve; 0 if `reports` is false.
-            gives_back: Whether the requests on credit then give their reserves back.
-        """
+    def __init__(self, step_format: StepFormat, round_number: int, step: Step) -> None:
         self.step = step
         self.rows: list[Row | DecodeRow | ReserveRow] = []
-        self.on_credit: dict[Request, int] = {}
+        self.on_credit: dict[Request, tuple[int, int]] = {}
         self.round_number = round_number
         self.is_sent = False
         self.waits = False
-        self.reports = reserve_tokens > 0
-        self._has_reserves = False
-        """Whether a row is a `ReserveRow`."""
-        self._reserve_tokens = reserve_tokens
-        self._gives_back = gives_back
         self._is_taken = False
         """Whether the allocations on credit were applied."""
         self._format = step_format
-        self._answers: list[tuple[Answer, Request, int]] = []
-        """Answers of single allocations on credit, with their requests and numbers of slots."""
-        self._decodes: list[tuple[Decodes, Sequence[Request], int]] = []
-        """Batches of decodes, with their requests, and the number of slots of each."""
+        self._answers: list[tuple[Answer, Request]] = []
+        """Answers of single allocations on credit, with their requests."""
+        self._decodes: list[tuple[Decodes, Sequence[Request]]] = []
+        """Batches of decodes, with their requests."""
         self._named: set[Request] = set()
         """Requests of `rows`."""
         self._hashes: list[bytes] = []
@@ -216,12 +192,12 @@ class StepBuilder:
         if self._format.has_windows:
             request.num_run_tokens = max(request.num_computed_tokens - rejected - options.num_in_flight_tokens, 0)
         num_slots = num_new_tokens + num_lookahead_tokens
-        num_held = request.num_held_tokens if request.held_tokens else request.num_credit_tokens
+        num_held = request.held_tokens - request.num_computed_tokens
         if not must_send and num_new_tokens > 0 and num_slots <= num_held:
             self._check_nameable(request)
-            self.on_credit[request] = num_new_tokens
+            self.on_credit[request] = num_new_tokens, num_slots
             answer = Answer()
-            self._answers.append((answer, request, num_slots))
+            self._answers.append((answer, request))
             return answer
         return self._add(
             Operation.ALLOCATE,
@@ -262,10 +238,12 @@ class StepBuilder:
         if num_lookahead_tokens < 0:
             raise _negative_lookahead(num_lookahead_tokens)
         wanted = 1 + num_lookahead_tokens
-        short = [i for i, request in enumerate(requests) if request.num_credit_tokens < wanted]
-        places = [i for i in short if not requests[i].held_tokens or requests[i].num_held_tokens < wanted]
+        short = [
+            i for i, request in enumerate(requests) if request.credit_tokens - request.num_computed_tokens < wanted
+        ]
+        places = [i for i in short if requests[i].held_tokens - requests[i].num_computed_tokens < wanted]
         sent = [requests[i] for i in places]
-        on_credit = dict.fromkeys(requests, 1)
+        on_credit = dict.fromkeys(requests, (1, wanted))
         self._check_running(sent, on_credit, len(requests))
         if token_ids is not None:
             token_ids = checked_token_ids(token_ids)
@@ -280,60 +258,45 @@ class StepBuilder:
             for request in sent:
                 del on_credit[request]
             self._put_allocations(sent, places, answer, num_lookahead_tokens)
-        self._decodes.append((answer, requests, wanted))
+        self._decodes.append((answer, requests))
         self.on_credit = self.on_credit | on_credit if self.on_credit else on_credit
         return answer
 
-    def report(self) -> None:
-        """Reports what requests have computed on credit, and changes the reserves that are due.
-
-        Call it if `reports` is set, before the step is sent, after its other operations.
-        """
-        if self._gives_back:
-            num_slots = {request: count for _, request, count in self._answers}
-            for _, requests, count in self._decodes:
-                num_slots |= dict.fromkeys(requests, count)
-            self._give_back(self.on_credit, num_slots)
+    def report(self, reserve_tokens: int, *, gives_back: bool) -> None:
+        """Reports what requests have computed on credit, and fills reserves up that are low, or gives all back."""
+        if gives_back:
+            self._give_back(self.on_credit, {request: num_slots for request, (_, num_slots) in self.on_credit.items()})
         else:
-            found = due(self.on_credit, self._reserve_tokens, self._format.report_tokens)
-            most = self._reserve_tokens + REPORT_STEPS
-            self._put_reserves(found, [max(most, request.num_held_tokens) for request in found])
+            found, most = due(self.on_credit, reserve_tokens, self._format.report_tokens), reserve_tokens + REPORT_STEPS
+            self._put_reserves(found, [max(each.num_computed_tokens + most, each.held_tokens) for each in found])
 
     def _give_back(self, requests: Iterable[Request], num_slots: Mapping[Request, int]) -> None:
-        """Gives back what requests hold in reserve, or behind a window, unless the step names them already.
+        """Gives back what requests hold in reserve, or behind a window.
 
         Args:
-            requests: The requests.
+            requests: The requests. The step has no other operations on them.
             num_slots: Slots after the computed tokens that requests keep, if they are more than in their block tables.
         """
+        windowed = self._format.has_windows
         found = [
-            request
-            for request in requests
-            if request not in self._named
-            and (
-                any(request.reserve_ids)
-                or (self._format.has_windows and request.num_computed_tokens > request.num_sent_computed_tokens)
-            )
+            each
+            for each in requests
+            if any(each.reserve_ids) or (windowed and each.num_computed_tokens > each.num_sent_computed_tokens)
         ]
-        kept = [max(num_slots.get(request, 0), request.num_credit_tokens) for request in found]
-        self._put_reserves(found, kept)
+        ends = [max(each.num_computed_tokens + num_slots.get(each, 0), each.credit_tokens) for each in found]
+        self._put_reserves(found, ends)
 
-    def _put_reserves(self, requests: list[Request], num_slots: list[int]) -> None:
+    def _put_reserves(self, requests: list[Request], held_tokens: list[int]) -> None:
         if not requests:
             return
-        computed, most = [request.num_computed_tokens for request in requests], self._format.max_tokens
-        held = [min(count + more, most) for count, more in zip(computed, num_slots, strict=True)]
+        computed = [request.num_computed_tokens for request in requests]
+        held = [min(count, self._format.max_tokens) for count in held_tokens]
         lookahead = [end - count for end, count in zip(held, computed, strict=True)]
         run_tokens = self._put_running(Operation.RESERVE, requests, 0, lookahead)
         self.rows.append(ReserveRow(requests, computed, held, run_tokens))
-        self._has_reserves = True
 
     def _put_allocations(
-        self,
-        requests: list[Request],
-        places: list[int],
-        answer: Decodes,
-        num_lookahead_tokens: int,
+        self, requests: Sequence[Request], places: Sequence[int], answer: Decodes, num_lookahead_tokens: int
     ) -> None:
         run_tokens = self._put_running(Operation.ALLOCATE, requests, 1, [num_lookahead_tokens] * len(requests))
         self.rows.append(DecodeRow(requests, places, answer, num_lookahead_tokens, run_tokens))
@@ -349,69 +312,35 @@ class StepBuilder:
         Returns:
             Whether there is anything to ask for, and a reserve to give back.
         """
-        unserved = refused.unserved
+        unserved = {request for row in refused.rows for request, _ in row.unserved}
         self._give_back([request for request in holders if request not in unserved], {})
         if not self.rows:
             return False
-        step, at = refused.step, 0
-        num_admitted = sum([row.answer.num_new_tokens for row in refused.rows if isinstance(row, Row)])
-        budget_tokens = step.admission_budget_tokens - num_admitted
-        self.step.admission_budget_tokens = max(budget_tokens, 0)
+        budget_tokens = refused.step.admission_budget_tokens
+        left_tokens = budget_tokens - sum([row.answer.num_new_tokens for row in refused.rows if isinstance(row, Row)])
+        self.step.admission_budget_tokens = max(left_tokens, 0)
+        admits = left_tokens > 0 or not budget_tokens
         for row in refused.rows:
-            if isinstance(row, Row):
-                operation = Operation(step.operations[at])
-                is_over_budget = operation is Operation.ADMIT and step.admission_budget_tokens and budget_tokens <= 0
-                if operation in TAKING and row.request in unserved and not is_over_budget:
-                    self._put_again(operation, step, at, row)
-                at += 1
-                continue
-            if isinstance(row, DecodeRow) and row.answer.refused:
-                places, by_place = list(row.answer.refused), dict(zip(row.places, row.requests, strict=True))
-                again = [by_place[place] for place in places]
-                self._put_allocations(again, places, row.answer, row.num_lookahead_tokens)
-            at += len(row.requests)
+            if isinstance(row, DecodeRow) and row.unserved:
+                requests, places = zip(*row.unserved, strict=True)
+                self._put_allocations(requests, places, row.answer, row.num_lookahead_tokens)
+            elif isinstance(row, Row) and row.unserved and (admits or row.operation is not Operation.ADMIT):
+                self._add(row.operation, row.request, answer=row.answer, **row.arguments)
         return True
 
-    @property
-    def unserved(self) -> set[Request]:
-        """The requests that got no blocks because too few were left."""
-        found = set[Request]()
-        for row in self.rows:
-            if isinstance(row, DecodeRow):
-                found.update(
-                    request for request, at in zip(row.requests, row.places, strict=True) if at in row.answer.refused
-                )
-            elif isinstance(row, Row) and row.request and row.answer.outcome in _UNSERVED:
-                found.add(row.request)
-        return found
-
-    def _put_again(self, operation: Operation, step: Step, at: int, row: Row) -> None:
-        names = ("num_lookahead_tokens", "num_encoder_tokens", "delay_cache_blocks")
-        self._add(
-            operation,
-            row.request,
-            num_new_tokens=step.num_new_tokens[at],
-            computed=row.computed,
-            options=row.options,
-            answer=row.answer,
-            **{name: column[at] for name in names if (column := getattr(step, name))},
-        )
-
-    def _check_running(self, sent: Sequence[Request], requests: Mapping[Request, int], count: int) -> None:
+    def _check_running(self, sent: Sequence[Request], requests: Collection[Request], count: int) -> None:
         if 0 in [request.num_computed_tokens for request in sent]:
             raise InvalidArgumentError("requests", "one is not running")
-        is_named_twice = (
-            len(requests) < count
-            or (self.on_credit and not self.on_credit.keys().isdisjoint(requests))
-            or (self._named and not self._named.isdisjoint(requests))
-        )
-        if is_named_twice:
+        if len(requests) < count or not self.can_name(requests):
             message = "one is named twice in this step"
             raise InvalidArgumentError("requests", message, reason="REQUEST_NAMED_TWICE")
 
     def can_name(self, requests: Collection[Request]) -> bool:
         """Whether the step names none of these requests yet."""
-        return self._named.isdisjoint(requests) and self.on_credit.keys().isdisjoint(requests)
+        named, on_credit = self._named, self.on_credit  # most often empty
+        return not (
+            (named and not named.isdisjoint(requests)) or (on_credit and not on_credit.keys().isdisjoint(requests))
+        )
 
     @property
     def is_empty(self) -> bool:
@@ -423,29 +352,28 @@ class StepBuilder:
         if self._is_taken:
             return
         self._is_taken = True
-        for answer, request, num_slots in self._answers:
-            answer.fill(Outcome.OK, self._take_slots(request, num_slots))
-        for decodes, requests, num_slots in self._decodes:
+        for answer, request in self._answers:
+            answer.fill(Outcome.OK, self._take_slots(request))
+        for decodes, requests in self._decodes:
             decodes.fill(len(requests), [[]] * self._format.num_groups)
             for place in decodes.may_need_blocks if self.on_credit else ():
-                request = requests[place]
-                if request in self.on_credit:
-                    decodes.new_blocks[place] = self._take_slots(request, num_slots)
-        for request, num_new_tokens in self.on_credit.items():
-            request.num_credit_tokens -= num_new_tokens
+                if requests[place] in self.on_credit:
+                    decodes.new_blocks[place] = self._take_slots(requests[place])
+        for request, (num_new_tokens, _) in self.on_credit.items():
+            request.num_computed_tokens += num_new_tokens
 
-    def _take_slots(self, request: Request, num_slots: int) -> list[list[int]]:
-        """The blocks that a request gets from its reserve, if it lacks any for some more tokens."""
-        if request.num_credit_tokens >= num_slots:
+    def _take_slots(self, request: Request) -> list[list[int]]:
+        """The blocks that a request on credit gets from its reserve, if it lacks any."""
+        _, num_slots = self.on_credit[request]
+        if request.credit_tokens - request.num_computed_tokens >= num_slots:
             return [[] for _ in range(self._format.num_groups)]
         return take_slots(request, self._format.spans, num_slots, self._format.max_tokens)
 
     def restore_reserves(self) -> None:
-        """Restores the reserves that a step was to give back: the service has refused it."""
+        """Has requests use the reserves again that a step was to give back: the service has refused it."""
         for row in self.rows:
-            if isinstance(row, ReserveRow):
-                for request, given_back in zip(row.requests, row.given_back, strict=True):
-                    restore(request, self._format.spans, given_back, self._format.max_tokens)
+            for request in row.requests if isinstance(row, ReserveRow) else ():
+                restore_held(request, self._format.spans, self._format.max_tokens)
 
     def refuse(self) -> None:
         """Answers all operations without the service: those that are not on credit find too few blocks."""
@@ -512,10 +440,10 @@ class StepBuilder:
     def complete(self, sequence: int, num_credit_allocations: int) -> Step:
         """Completes the step for sending."""
         step = self.step
-        for row in self.rows if self._has_reserves else ():
-            if isinstance(row, ReserveRow):
-                pairs = zip(row.requests, row.held_tokens, strict=True)
-                row.given_back = [cut(request, self._format.spans, held_tokens) for request, held_tokens in pairs]
+        for row in self.rows:
+            if isinstance(row, ReserveRow):  # what the step gives back is used no more, and leaves with the answer
+                for request, held_tokens in zip(row.requests, row.held_tokens, strict=True):
+                    set_held(request, self._format.spans, min(request.held_tokens, held_tokens))
         step.block_hashes = b"".join(self._hashes)
         if any(self._trace_contexts):
             step.trace_contexts = b"".join(context or NO_TRACE_CONTEXT for context in self._trace_contexts)
@@ -551,6 +479,7 @@ class StepBuilder:
     ) -> Answer:
         self._check_nameable(request)
         step, appended, num_computed = self.step, 0, 0
+        arguments = {"num_new_tokens": num_new_tokens, "computed": computed, "options": options, **columns}
         promised: Sequence[Sequence[int]] = computed.block_ids if computed else (block_ids,)
         if options is not DEFAULT_OPTIONS:
             columns.update((name, getattr(options, name)) for name in OPTION_COLUMNS)
@@ -576,7 +505,7 @@ class StepBuilder:
         step.num_appended_tokens.append(appended)
         step.num_new_tokens.append(num_new_tokens)
         answer = answer or Answer()
-        self.rows.append(Row(request, answer, num_computed, computed, options))
+        self.rows.append(Row(operation, request, answer, num_computed, computed, options, arguments))
         self.waits = self.waits or operation not in _UNAWAITED
         return answer
 
@@ -585,7 +514,7 @@ class StepBuilder:
         appended = 0
         # The tokens of one that leaves may be too many for the service. With a reserve, they may fill blocks.
         is_reported = (
-            operation == Operation.FREE and request.held_tokens and request.num_tokens <= self._format.max_tokens
+            operation == Operation.FREE and request.reserve_ids and request.num_tokens <= self._format.max_tokens
         )
         if operation not in LEAVING or is_reported:
             self._put_contents(request)  # may raise
@@ -611,11 +540,7 @@ class StepBuilder:
             self.step.token_ids += request.token_ids[first:]
 
     def _put_running(
-        self,
-        operation: Operation,
-        requests: Sequence[Request],
-        num_new_tokens: int,
-        num_lookahead_tokens: list[int],
+        self, operation: Operation, requests: Sequence[Request], num_new_tokens: int, num_lookahead_tokens: list[int]
     ) -> list[int]:
         """Adds an operation on each of some running requests. Returns their numbers of tokens that have run."""
         step, size, count = self.step, self._format.hash_block_size, len(requests)

@@ -75,8 +75,8 @@ class BlockPoolView:
 
     def flush(self) -> None:
         """Delivers what the manager would send with its next message."""
-        self._manager.batcher.settle()
-        self._manager.batcher.flush()
+        self._manager.calls.settle()
+        self._manager.calls.flush()
 
     def infos(self) -> Mapping[int, BlockInfo]:
         """Returns the state of each block; it is read once after each step."""
@@ -90,7 +90,7 @@ class BlockPoolView:
     def prefix_tokens(self, block_hash: BlockHash) -> int | None:
         """Length of the prefix with this hash, of the requests of the engine."""
         unit = self._manager.session.config.hash_block_size
-        known: list[list[bytes]] = [[*each.hashes] for each in self._manager.batcher.requests.values()]
+        known: list[list[bytes]] = [[*each.hashes] for each in self._manager.calls.requests.values()]
         return next(((hashes.index(block_hash) + 1) * unit for hashes in known if block_hash in hashes), None)
 
     def get_num_free_blocks(self) -> int:
@@ -171,14 +171,14 @@ class GroupView:
     def req_to_blocks(self) -> dict[str, list[BlockView]]:
         """The blocks of each request that has some."""
         self._pool.flush()
-        requests = self._manager.batcher.requests.items()
+        requests = self._manager.calls.requests.items()
         tables = {name: request.block_ids[self._group_id] for name, request in requests if any(request.block_ids)}
         return _Tables({name: [self._pool.blocks[i] for i in ids] for name, ids in tables.items()})
 
     @property
     def num_cached_block(self) -> dict[str, int]:
         return {
-            name: self._manager._num_cached_blocks(request) for name, request in self._manager.batcher.requests.items()
+            name: self._manager._num_cached_blocks(request) for name, request in self._manager.calls.requests.items()
         }
 
 

@@ -148,9 +148,9 @@ class Player:
     def step(self, live: list[Request], tokens: list[int] | None, num_in_flight: Sequence[int]) -> Decodes:
         wanted, in_background = 1 + self.num_lookahead_tokens, self.session._protocol.is_in_background
         columns: Any = {"num_lookahead_tokens": wanted - 1, "num_in_flight_tokens": num_in_flight}
-        if in_background and self.later.random() < 0.7 and all(each.num_held_tokens >= wanted for each in live):
-            builder = self.session.new_step()
-            answer = builder.decode(live, tokens, **columns)
+        num_slots = min(each.held_tokens - each.num_computed_tokens for each in live)
+        if in_background and self.later.random() < 0.7 and num_slots >= wanted:
+            answer = (builder := self.session.new_step()).decode(live, tokens, **columns)
             assert not builder.rows
             self.session.send(builder)
             return answer
@@ -390,7 +390,7 @@ def test_a_refused_step_in_the_background_restores_the_reserve() -> None:
     assert decode(session, request).new_blocks[0] == [[3]]
     with pytest.raises(ExhaustedError):
         decode(session, request)
-    assert (request.block_ids, request.reserve_ids, request.num_held_tokens) == ([[1, 2, 3]], [[4]], 7)
+    assert (request.block_ids, request.reserve_ids, request.held_tokens) == ([[1, 2, 3]], [[4]], 16)
     for _ in range(9):
         assert decode(session, request).refused == {}
     session.settle()

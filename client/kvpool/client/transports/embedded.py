@@ -10,13 +10,7 @@ from typing import Final, TypeVar
 
 from kvpool.client.lease import LeaseTimer
 from kvpool.client.primary_connection import closed_error
-from kvpool.client.transports.transport import (
-    EventBatch,
-    OpenedSession,
-    SessionOptions,
-    WatchKind,
-    WatchOptions,
-)
+from kvpool.client.transports.transport import EventBatch, OpenedSession, SessionOptions, WatchKind, WatchOptions
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.commands import (

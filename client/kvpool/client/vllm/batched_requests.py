@@ -1,7 +1,6 @@
 """The predicted calls of a round in one message: tokens for running requests, then admissions."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from vllm.v1.request import Request as EngineRequest
 
@@ -16,36 +15,30 @@ Grant = tuple[KVCacheBlocks | None, int]
 """New blocks of a running request, None if it was refused, and the number of tokens."""
 
 
-class _NewBlocks(NamedTuple):
-    """The new blocks of a running request, and where their ids will be.
-
-    Attributes:
-        place: The request's place in the batch of decodes; 0 for a single allocation.
-    """
-
-    request_id: str
-    blocks: KVCacheBlocks
-    answer: Answer | Decodes
-    place: int = 0
-
-
 class BatchedRequests:
     """The predicted calls of one message.
 
     Grants exist before the answer, so that the scheduler can continue with them; their block ids are set later.
 
     Attributes:
-        num_lookahead_tokens: Extra tokens per running request to allocate slots for.
         num_tokens: Tokens of the running requests in the message; after `resolve`, only of those that were not refused.
         grants: The grants of running requests, as if none is refused until `resolve` corrects them.
         admissions: Ids of admitted requests, in order, with their answers, which are set when the message is answered.
     """
 
-    def __init__(self, num_lookahead_tokens: int, no_blocks: KVCacheBlocks) -> None:
-        """Starts an empty batch; `no_blocks` represents no new blocks."""
-        self.num_lookahead_tokens = num_lookahead_tokens
+    def __init__(self, num_lookahead_tokens: int, no_blocks: KVCacheBlocks, *, windowed: bool) -> None:
+        """Starts an empty batch.
+
+        Args:
+            num_lookahead_tokens: Extra tokens per running request to allocate slots for.
+            no_blocks: Represents no new blocks.
+            windowed: Whether allocations depend on the tokens in flight.
+        """
+        self._num_lookahead_tokens = num_lookahead_tokens
         self._no_blocks = no_blocks
-        self._new_blocks: list[_NewBlocks] = []
+        self._windowed = windowed
+        self._new_blocks: list[tuple[str, KVCacheBlocks, Answer | Decodes, int]] = []
+        """By request: its new blocks, the answer that will have their ids, and its place in that of decodes."""
         self.num_tokens = 0
         self.grants: dict[str, Grant] = {}
         self.admissions: list[tuple[str, Answer]] = []
@@ -55,18 +48,42 @@ class BatchedRequests:
         """Whether the batch has no calls."""
         return not (self.grants or self.admissions)
 
-    def decode(self, builder: StepBuilder, requests: Sequence[Request], in_flight: Sequence[int] = ()) -> None:
-        """Adds one token for each request, in one row group. `in_flight`: tokens of each in flight, if needed."""
-        if not requests:
+    def add_running(
+        self,
+        builder: StepBuilder,
+        predicted: Sequence[tuple[EngineRequest, int]],
+        found: Sequence[Request],
+        *,
+        batches: bool,
+    ) -> None:
+        """Adds tokens of running requests, given with the session's requests; decodes together if `batches`."""
+        decodes: list[tuple[EngineRequest, Request]] = []
+        for (request, num_tokens), session_request in zip(predicted, found, strict=False):
+            is_decode = num_tokens == 1 and session_request.num_computed_tokens == request.num_computed_tokens
+            if is_decode and batches:
+                decodes.append((request, session_request))
+            else:
+                self._decode(builder, decodes)
+                decodes = []
+                self._allocate(builder, request, session_request, num_tokens)
+        self._decode(builder, decodes)
+
+    def _decode(self, builder: StepBuilder, decodes: Sequence[tuple[EngineRequest, Request]]) -> None:
+        """Adds one token for each request, in one row group."""
+        if not decodes:
             return
-        ahead = self.num_lookahead_tokens
-        decodes = builder.decode(requests, num_lookahead_tokens=ahead, num_in_flight_tokens=in_flight)
+        in_flight = [request.num_in_flight_tokens for request, _ in decodes] if self._windowed else ()
+        requests = [session_request for _, session_request in decodes]
+        ahead = self._num_lookahead_tokens
+        answer = builder.decode(requests, num_lookahead_tokens=ahead, num_in_flight_tokens=in_flight)
         self.grants.update(dict.fromkeys([request.request_id for request in requests], (self._no_blocks, 1)))
-        for place in decodes.may_need_blocks:
-            self._add(requests[place].request_id, 1, decodes, place)
+        for place in answer.may_need_blocks:
+            self._add(requests[place].request_id, 1, answer, place)
         self.num_tokens += len(requests)
 
-    def allocate(self, builder: StepBuilder, request: EngineRequest, session_request: Request, num_tokens: int) -> None:
+    def _allocate(
+        self, builder: StepBuilder, request: EngineRequest, session_request: Request, num_tokens: int
+    ) -> None:
         """Adds tokens of one request: several tokens, rejected drafts, or a model where tokens in flight matter."""
         in_flight = request.num_in_flight_tokens
         options = AllocationOptions(num_in_flight_tokens=in_flight) if in_flight else DEFAULT_OPTIONS
@@ -74,7 +91,7 @@ class BatchedRequests:
             session_request,
             num_tokens,
             num_computed_tokens=request.num_computed_tokens,
-            num_lookahead_tokens=self.num_lookahead_tokens,
+            num_lookahead_tokens=self._num_lookahead_tokens,
             options=options,
         )
         self._add(request.request_id, num_tokens, answer)
@@ -83,7 +100,7 @@ class BatchedRequests:
     def _add(self, request_id: str, num_tokens: int, answer: Answer | Decodes, place: int = 0) -> None:
         blocks = KVCacheBlocks.pending()
         self.grants[request_id] = (blocks, num_tokens)
-        self._new_blocks.append(_NewBlocks(request_id, blocks, answer, place))
+        self._new_blocks.append((request_id, blocks, answer, place))
 
     def resolve(self) -> dict[str, Outcome]:
         """Completes the grants after the answer, or if no message is needed; returns the refused requests, by id."""

@@ -54,10 +54,7 @@ class KVCacheBlocks:
         return KVCacheBlocks([[*mine, *theirs] for mine, theirs in zip(self.block_ids, other.block_ids, strict=True)])
 
     def get_block_ids(
-        self,
-        allow_none: bool = False,
-        *,
-        group_ids: Sequence[int] | None = None,
+        self, allow_none: bool = False, *, group_ids: Sequence[int] | None = None
     ) -> tuple[list[int], ...] | None:
         """Copies the ids of all or some groups; None if there are none and `allow_none` is set."""
         groups = self.block_ids if group_ids is None else [self.block_ids[i] for i in group_ids]

@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.utils.math_utils import cdiv
 
 from kvpool.client.request import Request
-from kvpool.client.vllm.step_batcher import StepBatcher
+from kvpool.client.vllm.engine_calls import EngineCalls
 from kvpool.core.specs.kinds import FullAttentionSpec
 from kvpool.core.specs.pool_config import KVCacheGroup
 
@@ -42,8 +42,8 @@ class UncertainLoads:
     2. A request that loses its blocks before the output arrives loses the hashes of those that it has not hit.
     """
 
-    def __init__(self, batcher: StepBatcher) -> None:
-        self._batcher = batcher
+    def __init__(self, calls: EngineCalls) -> None:
+        self._calls = calls
         self._rounds: deque[dict[str, int]] = deque([{}])
         """By round, the last of which is being scheduled: requests that load, each with the blocks of its hit."""
 
@@ -63,7 +63,7 @@ class UncertainLoads:
         if not invalid_block_ids:
             return
         evicted = set[int]()
-        for request in self._batcher.requests.values():
+        for request in self._calls.requests.values():
             (table,) = request.block_ids
             first = next((i for i, block_id in enumerate(table) if block_id in invalid_block_ids), len(table))
             evicted.update(table[first:])
@@ -77,7 +77,7 @@ class UncertainLoads:
 
     def _evict(self, block_ids: Iterable[int]) -> None:
         ids = sorted(set(block_ids))
-        self._batcher.deliver(lambda builder: builder.evict_blocks(ids))
+        self._calls.deliver(lambda builder: builder.evict_blocks(ids))
 
 
 class DeferredFrees:

@@ -37,10 +37,7 @@ class LentAllocation(TorchFunctionMode):
         return dtype == torch.int8 and is_own and not more
 
     def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
+        self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Raises UnsupportedError if the buffer was not used exactly once."""
         super().__exit__(exc_type, exc_value, traceback)  # type: ignore[no-untyped-call]

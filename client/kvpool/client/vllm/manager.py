@@ -20,6 +20,7 @@ from kvpool.client.results import Answer
 from kvpool.client.session import Session
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.connectors import Coordinator, DeferredFrees, UncertainLoads
+from kvpool.client.vllm.engine_calls import EngineCalls
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.client.vllm.versions import SPECS
@@ -37,7 +38,8 @@ class KVCacheManager:
 
     Attributes:
         session: The engine's session.
-        batcher: Batches the calls to the session.
+        calls: The calls to the session.
+        batcher: Batches them.
         events: Publishes the pool's events, if the engine publishes events.
         empty_kv_cache_blocks: Represents no blocks.
         block_pool: Frees blocks later.
@@ -59,12 +61,13 @@ class KVCacheManager:
         self.empty_kv_cache_blocks = KVCacheBlocks([()] * len(config.groups))
         self.prefix_cache_stats = PrefixCacheStats() if scheduler.log_stats else None
         self._has_connector = scheduler.connector is not None
-        self.batcher = StepBatcher(session, scheduler, is_private=not (shares_memory or self._has_connector))
+        self.calls = EngineCalls(session, is_private=not (shares_memory or self._has_connector))
+        self.batcher = StepBatcher(self.calls, scheduler)
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-        self.coordinator = Coordinator(config.spans_tokens, specs, self.batcher.requests)
+        self.coordinator = Coordinator(config.spans_tokens, specs, self.calls.requests)
         self.coordinator.enable_partial_hash_hits = config.partial_hits
         self.block_pool = DeferredFrees()
-        self.loads = UncertainLoads(self.batcher) if self._has_connector and shares_memory else None
+        self.loads = UncertainLoads(self.calls) if self._has_connector and shares_memory else None
         self._cached_tokens: dict[str, int] = {}  # of requests whose contents a connector loads
         # Preempted requests that steps in flight may write, which the session knows until then: admitted again later.
         self._freed_later: set[str] = set()
@@ -90,7 +93,7 @@ class KVCacheManager:
             are kept. Without such states it is 0: the service knows it.
         """
         del max_cache_hit_length
-        self.batcher.settle()
+        self.calls.settle()
         blocks, num_tokens, boundary = self.empty_kv_cache_blocks, 0, 0
         if not request.skip_reading_prefix_cache and request.request_id not in self._freed_later:
             if request.request_id not in self.batcher.admitted:
@@ -119,9 +122,9 @@ class KVCacheManager:
 
     def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int, int]:
         """Looks up the cached prefix of a request that was not admitted ahead."""
-        session_request = self.batcher.session_request(request)
-        answer = self.batcher.builder_for(session_request).get_computed_blocks(session_request)
-        self.batcher.send()
+        session_request = self.calls.session_request(request)
+        answer = self.calls.builder_for(session_request).get_computed_blocks(session_request)
+        self.calls.send()
         boundary = answer.shared_prefix_boundary_tokens
         if not answer.num_hit_tokens:
             return self.empty_kv_cache_blocks, 0, boundary
@@ -163,7 +166,7 @@ class KVCacheManager:
                 return self._new_blocks(admitted) if admitted.ok else None
             self.batcher.cancel_admission(request.request_id)
             computed = admitted.computed
-        session_request = self.batcher.session_request(request)
+        session_request = self.calls.session_request(request)
         watermark = self.batcher.watermark_blocks if has_scheduled_reqs and request.status in _NOT_RUNNING else 0
         options = AllocationOptions(
             num_external_computed_tokens,
@@ -172,7 +175,7 @@ class KVCacheManager:
             watermark,
             full_sequence_must_fit,
         )
-        builder = self.batcher.builder_for(session_request)
+        builder = self.calls.builder_for(session_request)
         # A model can return more tokens than it was scheduled for. They count as computed, and have no slots yet.
         num_computed_tokens = min(request.num_computed_tokens, session_request.num_computed_tokens)
         answer = builder.allocate_slots(
@@ -185,7 +188,7 @@ class KVCacheManager:
             delay_cache_blocks=delay_cache_blocks,
             options=DEFAULT_OPTIONS if options == DEFAULT_OPTIONS else options,
         )
-        self.batcher.send()
+        self.calls.send()
         if not answer.ok:
             self.batcher.note_refused(request.request_id, answer.outcome)
             self._note_refused(request)
@@ -222,7 +225,7 @@ class KVCacheManager:
 
     def free(self, request: EngineRequest) -> None:
         """Frees the blocks of a preempted or finished request, the last block first."""
-        session_request = self.batcher.requests.get(request.request_id)
+        session_request = self.calls.requests.get(request.request_id)
         if session_request is None:
             return
         if self.loads:
@@ -233,9 +236,9 @@ class KVCacheManager:
         # vLLM hashes a preempted session again: the hash of a block can cover a token that its next input has replaced.
         is_hashed_again = self._lookahead_tokens and request.resumable
         if request.status is not _RUNNING or is_hashed_again:
-            self.batcher.free(session_request)
+            self.calls.free(session_request)
         elif session_request.declared:
-            self.batcher.deliver(lambda builder: builder.preempt(session_request), session_request)
+            self.calls.deliver(lambda builder: builder.preempt(session_request), session_request)
         self.batcher.forget(request.request_id)  # only now, as the calls above can raise
         self._cached_tokens.pop(request.request_id, None)
 
@@ -247,7 +250,7 @@ class KVCacheManager:
         """
         self.batcher.forget(request.request_id)
         self._cached_tokens.pop(request.request_id, None)
-        session_request = self.batcher.requests.pop(request.request_id, None)
+        session_request = self.calls.requests.pop(request.request_id, None)
         if self.loads and session_request:
             self.loads.forget(session_request)
         if session_request is None or not session_request.declared:
@@ -257,18 +260,18 @@ class KVCacheManager:
 
     def _free_later(self, session_request: Request) -> None:
         self._freed_later.discard(session_request.request_id)
-        self.batcher.free(session_request)
+        self.calls.free(session_request)
 
     def cache_blocks(self, request: EngineRequest, num_computed_tokens: int) -> None:
         """Caches the full blocks of the first tokens that are not cached yet."""
         if not self.enable_caching or self.session.reserve_tokens:  # it reports what it has computed, see `reserves`
             return
-        session_request = self.batcher.requests[request.request_id]
+        session_request = self.calls.requests[request.request_id]
         # Tokens without slots count as computed, see `allocate_slots`.
         num_computed_tokens = min(num_computed_tokens, session_request.num_computed_tokens)
         num_hashed_tokens = session_request.num_tokens - self._lookahead_tokens
         if min(num_computed_tokens, num_hashed_tokens) // self._span_tokens > self._num_cached_blocks(session_request):
-            self.batcher.builder_for(session_request).cache_blocks(session_request, num_computed_tokens)
+            self.calls.builder_for(session_request).cache_blocks(session_request, num_computed_tokens)
             if session_request.request_id in self._cached_tokens:
                 self._cached_tokens[session_request.request_id] = num_computed_tokens
 
@@ -284,7 +287,7 @@ class KVCacheManager:
         ids = sorted(set(block_ids) - {NULL_BLOCK})  # which has no hash
         for block_id in ids:
             check_range("block_ids", block_id, 1, self.session.config.num_blocks - 1)
-        self.batcher.deliver(lambda builder: builder.evict_blocks(ids))
+        self.calls.deliver(lambda builder: builder.evict_blocks(ids))
 
     def remove_skipped_blocks(self, *_: object, **__: object) -> None:
         """Does nothing: the next allocation removes skipped blocks."""
@@ -301,14 +304,14 @@ class KVCacheManager:
         as with other weights, and its requests that hold blocks continue, but cache no further ones.
         """
         if self.keeps_prefixes or self._shares_memory:
-            self.batcher.deliver_all()  # the blocks of preempted requests
+            self.calls.deliver_all()  # the blocks of preempted requests
         if self.keeps_prefixes:
             return True
         if self._shares_memory:
             forget_weights(self)
         else:
-            answer = self.batcher.builder.reset_prefix_cache()
-            self.batcher.send()
+            answer = self.calls.builder.reset_prefix_cache()
+            self.calls.send()
             if not answer.ok:
                 return False
         if self.prefix_cache_stats is not None:
@@ -323,8 +326,8 @@ class KVCacheManager:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """Returns all blocks of a request."""
-        self.batcher.settle()
-        session_request = self.batcher.requests.get(request_id)
+        self.calls.settle()
+        session_request = self.calls.requests.get(request_id)
         if session_request is None:
             return self.empty_kv_cache_blocks
         num_cached_blocks = self._num_cached_blocks(session_request) if self._has_connector else 0
@@ -342,7 +345,7 @@ class KVCacheManager:
 
     def estimate_cached_tokens(self, request: EngineRequest) -> int:
         """Number of tokens of the request in blocks that all groups have cached."""
-        session_request = self.batcher.requests.get(request.request_id)
+        session_request = self.calls.requests.get(request.request_id)
         if session_request is None or not self.enable_caching:
             return 0
         return self._num_cached_blocks(session_request) * self._span_tokens // self._hit_tokens * self._hit_tokens
@@ -372,7 +375,7 @@ class KVCacheManager:
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
         """Returns the copies to make before the step runs. It holds no blocks: the service keeps them a round long."""
-        self.batcher.settle()
+        self.calls.settle()
         copies = sorted(self.session.take_copies(), key=attrgetter("group_id"))  # as vLLM
         return [kv_cache_utils.KVCacheBlockCopy(copy.source, copy.target) for copy in copies], []
 
@@ -388,6 +391,6 @@ class KVCacheManager:
 
 def forget_weights(manager: KVCacheManager) -> None:
     """Has an engine hit only what it computes from now on, until an operator states the weights version."""
-    manager.batcher.set_weights_version(unknown_weights_version())
+    manager.calls.set_weights_version(unknown_weights_version())
     if manager.events:
         manager.events.publish_cleared()

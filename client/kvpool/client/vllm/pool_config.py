@@ -8,13 +8,7 @@ from fractions import Fraction
 from typing import Any, Final
 
 from kvpool.client.vllm.connectors import unsupported_connector
-from kvpool.client.vllm.versions import (
-    AUX_OUTPUTS_READ_POOL,
-    IS_0_33_OR_NEWER,
-    SPECS,
-    VERSION,
-    block_hash_root,
-)
+from kvpool.client.vllm.versions import AUX_OUTPUTS_READ_POOL, IS_0_33_OR_NEWER, SPECS, VERSION, block_hash_root
 from kvpool.core.ids import PoolName
 from kvpool.core.specs import kinds
 from kvpool.core.specs.base import DTYPE_SIZES_BYTES, AttentionSpec, KVCacheSpec

@@ -12,12 +12,12 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncSche
 from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
 
 from kvpool.client.vllm.attach import Attachment, attach, has_own_process
+from kvpool.client.vllm.engine_calls import SESSION_ENDED
 from kvpool.client.vllm.engine_core import announce_loads, announce_sleep
 from kvpool.client.vllm.events import EventForwarder
 from kvpool.client.vllm.manager import KVCacheManager, forget_weights
 from kvpool.client.vllm.publisher import replaced_publisher
 from kvpool.client.vllm.settings import Settings
-from kvpool.client.vllm.step_batcher import SESSION_ENDED
 from kvpool.client.vllm.weights import LoRAs
 from kvpool.core.errors import KvpoolError
 
@@ -51,7 +51,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         self._attach()
         self._rounds: deque[tuple[Any, int, Mapping[str, int]]] = deque()
         self._is_shut_down = threading.Event()
-        if has_own_process() and not self.kv_cache_manager.batcher.is_private:
+        if has_own_process() and not self.kv_cache_manager.calls.is_private:
             threading.Thread(target=self._end_when_lost, name="kvpool-session", daemon=True).start()
         if self.kvpool_loras:
             announce_loads()
@@ -101,11 +101,11 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """Runs a scheduling round."""
-        batcher = self.kv_cache_manager.batcher
-        if not batcher.lost:
-            batcher.begin()
-        if batcher.lost:
-            self._attach_anew(batcher.lost)
+        calls = self.kv_cache_manager.calls
+        if not calls.lost:
+            self.kv_cache_manager.batcher.begin()
+        if calls.lost:
+            self._attach_anew(calls.lost)
             self.kv_cache_manager.batcher.begin()
         output = super().schedule(*args, **kwargs)
         if self._kvpool.lender:  # the workers check it before they run the step
@@ -114,7 +114,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         loads = self.kv_cache_manager.loads
         self._rounds.append((output, self.kv_cache_manager.batcher.end(), loads.end_round() if loads else {}))
         if output.total_num_scheduled_tokens:
-            self.kv_cache_manager.batcher.check_lease()
+            self.kv_cache_manager.calls.check_lease()
         return output
 
     def add_request(self, request: Any) -> None:
@@ -153,7 +153,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     def _update_request_as_session(self, session: Any, update: Any) -> None:
         """Continues a streaming request as vLLM does: what it has put out becomes part of its prompt."""
         super()._update_request_as_session(session, update)
-        if session_request := self.kv_cache_manager.batcher.requests.get(session.request_id):
+        if session_request := self.kv_cache_manager.calls.requests.get(session.request_id):
             session_request.num_prompt_tokens = session.num_prompt_tokens
 
     def _try_schedule_encoder_inputs(self, *args: Any, **kwargs: Any) -> Any:
@@ -165,7 +165,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         """Waits for the first answer, then reads the blocks of the round as vLLM does."""
-        self.kv_cache_manager.batcher.settle()
+        self.kv_cache_manager.calls.settle()
         return super()._make_cached_request_data(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
@@ -181,7 +181,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 # All stages of a pipeline have written the step's blocks: each passes on what it computed from them.
                 # Rounds on credit have the number of the round before them: it has run when the last of these has.
                 is_shared = bool(self._rounds) and self._rounds[0][1] == sequence
-                self.kv_cache_manager.batcher.mark_executed(sequence - is_shared, is_newest=not self._rounds)
+                self.kv_cache_manager.calls.mark_executed(sequence - is_shared, is_newest=not self._rounds)
                 break
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._flush_if_idle()
@@ -202,7 +202,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     def _flush_if_idle(self) -> None:
         """Frees the blocks of ended requests now if no other requests exist; otherwise the next round frees them."""
         if not self.has_unfinished_requests():
-            self.kv_cache_manager.batcher.deliver_all()
+            self.kv_cache_manager.calls.deliver_all()
 
     def shutdown(self) -> None:
         """Ends the session, which frees its blocks; if the service is unavailable, the lease ends it."""
@@ -210,20 +210,18 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         if self.kv_cache_manager.events:
             self.kv_cache_manager.events.close()
         super().shutdown()
-        session, batcher = self.kv_cache_manager.session, self.kv_cache_manager.batcher
+        session, calls = self.kv_cache_manager.session, self.kv_cache_manager.calls
         _log.info(
             "engine detached",
             extra={
                 "pool": session.config.name,
                 "session": session.session_number,
-                "rounds": batcher.num_rounds,
-                "waits_admission": batcher.waits["admission"],
-                "waits_decode": batcher.waits["decode"],
-                "waits_background": batcher.waits["background"],
+                "rounds": self.kv_cache_manager.batcher.num_rounds,
+                **{f"waits_{cause}": calls.waits[cause] for cause in ("admission", "decode", "background")},
             },
         )
         try:
-            if not batcher.has_failed:  # otherwise closing would wait for the service again
+            if not calls.has_failed:  # otherwise closing would wait for the service again
                 session.close()
         except KvpoolError as error:
             fields = {"pool": session.config.name, "reason": error.reason, "error": str(error)}
