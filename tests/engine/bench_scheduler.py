@@ -3,44 +3,80 @@
 The service, which this program starts, has a journal. It is measured with memory of the engine's own, and with memory
 that engines share, where what a session frees waits for its steps in flight.
 
-    python -m engine.bench_scheduler [RUNNING...]     at 1, 8, 64 and 256 running requests by default
+    python -m engine.bench_scheduler [RUNNING...]     at 1, 8, 64, 256 and 512 running requests by default
+        [--model plain | windows | states]            groups as of Llama; Gemma; LFM2, with states cached as vLLM does
+        [--reserve-tokens N [N...]]                   each is measured in memory of the engine's own; -1: the default
+        [--tcp | --delay-us N]                        in place of a unix socket; N is added to each message and answer
+        [--rounds 7]                                  of 40 steps each
     python -m engine.bench_scheduler images [STEPS]   random requests with priorities and images, 2,000 by default
 
 A step is `schedule` and `update_from_output`; requests decode, and each that ends is followed by another of the same
 kind, whose prompt is half shared. No model runs. With `images`, up to two requests arrive whenever none waits, with
 up to 5,000 tokens of prompt, 500 of output and two images.
+
+`waits` is how often a step waited for an answer; without a reserve for that of each message. `server_us_per_token` is
+the processor time of the server's process, by its clock, which is read before and after each round. Beside "vllm" it is
+what the server takes while it is idle.
+
+Where the kernel has netem, `--tcp` in a network of its own shows a delay better than `--delay-us`, whose proxy needs
+processor time:
+
+    unshare -rn sh -c "ip link set lo up && tc qdisc add dev lo root netem delay 150us && exec PROGRAM --tcp"
 """
 
+import argparse
 import json
 import os
 import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
-from engine.driving import Driver, Setup, images, make_scheduler
+from benchmarks.echo import Echo, serve_echo
+from benchmarks.machine import processor_us
+from engine.driving import STATES, Driver, Setup, images, make_scheduler
 from engine.service import service
 from kvpool.client.vllm import Scheduler
+from kvpool.replay.children import server_child
+from support.delay import delayed
+from support.server import free_port
 
 PROMPT_TOKENS = 512
 OUTPUT_TOKENS = 256
 WARM_STEPS = 60
 STEPS = 40
 ROUNDS = 7
+ECHOES = 2000
+SETTLE_SECONDS = 0.02
+"""Until the server has handled the last message of a round."""
+MODELS: Mapping[str, tuple[int, ...]] = {"plain": (0,), "windows": (0, *[512] * 5), "states": (0, *[STATES] * 3)}
+"""The groups of each, see `Setup`."""
 
 
 class Load:
-    """A scheduler with `num_running` running requests."""
+    """A scheduler with `num_running` running requests.
 
-    def __init__(self, scheduler_class: Any, num_running: int, additional_config: dict[str, Any]) -> None:
+    Attributes:
+        times: Of each measured step, the seconds in `schedule` and in `update_from_output`.
+        counts: What the measured steps came to: tokens, messages, waits by cause, time of the server.
+    """
+
+    def __init__(
+        self, scheduler_class: Any, num_running: int, additional_config: dict[str, Any], model: str = "plain"
+    ) -> None:
+        self.times: list[tuple[float, float]] = []
+        self.counts: dict[str, float] = {}
         self._folder = tempfile.TemporaryDirectory()
         setup = Setup(
-            num_blocks=2 * num_running * (PROMPT_TOKENS + OUTPUT_TOKENS) // 16,
+            num_blocks=2 * num_running * (PROMPT_TOKENS + OUTPUT_TOKENS) // 16 * len(MODELS[model]),
+            windows=MODELS[model],
             max_num_seqs=num_running,
             max_num_batched_tokens=8192,
             max_model_len=2048,
@@ -63,6 +99,43 @@ class Load:
             self._driver.add(f"r{self._count}", prompt, max(spread, 2))
             self._count += 1
         return self._driver.timed_step()
+
+    def round(self, server_pid: int) -> None:
+        """Runs and measures steps."""
+        before = self._counters(server_pid)
+        self.times += [self.step() for _ in range(STEPS)]
+        time.sleep(SETTLE_SECONDS)
+        for name, count in self._counters(server_pid).items():
+            self.counts[name] = self.counts.get(name, 0) + count - before.get(name, 0)
+
+    def figures(self) -> dict[str, Any]:
+        """What was measured, in microseconds per step or generated token."""
+        steps_us = [1e6 * (a + b) for a, b in self.times]
+        counts = dict(self.counts)
+        num_tokens = counts.pop("tokens")
+        return {
+            "schedule_us": round(1e6 * statistics.median(t for t, _ in self.times)),
+            "update_us": round(1e6 * statistics.median(t for _, t in self.times)),
+            "step_us": round(statistics.median(steps_us)),
+            "mean_step_us": round(statistics.fmean(steps_us)),
+            "p99_step_us": round(statistics.quantiles(steps_us, n=100)[98]),
+            "server_us_per_token": round(counts.pop("server_us") / num_tokens, 2),
+            **(
+                {"messages_per_token": round(counts.pop("messages") / num_tokens, 4), "waits": counts} if counts else {}
+            ),
+        }
+
+    def _counters(self, server_pid: int) -> dict[str, float]:
+        found = {
+            "tokens": float(sum(map(len, self._driver.generated.values()))),
+            "server_us": processor_us(server_pid) or 0.0,
+        }
+        manager = self.scheduler.kv_cache_manager
+        if hasattr(manager, "session"):
+            messages = manager.session.sequence
+            waits = manager.batcher.waits if manager.session.reserve_tokens else {"exact": messages}
+            found |= {"messages": messages, **waits}
+        return found
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -99,46 +172,76 @@ def measure_images(address: str, num_steps: int) -> dict[str, Any]:
     return {"steps": num_steps, **{name: round(each, 2) for name, each in seconds.items()}}
 
 
-def measure(num_running: int, address: str) -> dict[str, Any]:
-    """Medians in microseconds, and the ratio of the sums, of rounds that take turns."""
-    kvpool = {"address": address, "pool": f"bench.{os.getpid()}.{num_running}", "reserve_tokens": -1}
-    shared = {**kvpool, "pool": f"{kvpool['pool']}.shared", "memory_id": "bench"}
-    loads = {
-        "vllm": Load(Plain, num_running, {}),
-        "kvpool": Load(Scheduler, num_running, {"kvpool": kvpool}),
-        "shared memory": Load(Scheduler, num_running, {"kvpool": shared}),
-    }
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in loads}
-    for _ in range(ROUNDS):
-        for name, load in loads.items():
-            times[name] += [load.step() for _ in range(STEPS)]
-    for load in loads.values():
+def measure(  # noqa: PLR0913 - one parameter per option
+    num_running: int,
+    address: str,
+    *,
+    model: str = "plain",
+    reserves: Sequence[int] = (-1,),
+    rounds: int = ROUNDS,
+    server_pid: int = 0,
+) -> dict[str, Any]:
+    """Figures of rounds that take turns, and the ratios of medians and means to vLLM alone."""
+    kvpool = {"address": address, "pool": f"bench.{os.getpid()}.{num_running}"}
+    shared = {**kvpool, "pool": f"{kvpool['pool']}.shared", "memory_id": "bench", "reserve_tokens": -1}
+    loads = {"vllm": Load(Plain, num_running, {}, model)}
+    for reserve in reserves:
+        own = {**kvpool, "pool": f"{kvpool['pool']}.{reserve}", "reserve_tokens": reserve}
+        name = "kvpool" if reserve < 0 else f"kvpool, reserve_tokens {reserve}"
+        loads[name] = Load(Scheduler, num_running, {"kvpool": own}, model)
+    loads["shared memory"] = Load(Scheduler, num_running, {"kvpool": shared}, model)
+    for _ in range(rounds):
+        for load in loads.values():
+            load.round(server_pid)
+    result = {name: load.figures() for name, load in loads.items()}
+    for name, load in loads.items():
         load.close()
-    result: dict[str, Any] = {"running": num_running}
-    for name, each in times.items():
-        result[name] = {
-            "schedule_us": round(1e6 * statistics.median(t for t, _ in each)),
-            "update_us": round(1e6 * statistics.median(t for _, t in each)),
-            "step_us": round(1e6 * statistics.median(a + b for a, b in each)),
-            "mean_step_us": round(1e6 * statistics.fmean(a + b for a, b in each)),
-        }
-    for name in ("kvpool", "shared memory"):
-        for figure in ("step_us", "mean_step_us"):
-            result[name][f"ratio_of_{figure}"] = round(result[name][figure] / result["vllm"][figure], 3)
-    return result
+        if name != "vllm":
+            for figure in ("step_us", "mean_step_us"):
+                result[name][f"ratio_of_{figure}"] = round(result[name][figure] / result["vllm"][figure], 3)
+    return {"running": num_running, "model": model, **result}
+
+
+@contextmanager
+def served(*, is_tcp: bool, delay_us: float) -> Iterator[tuple[str, int]]:
+    """Starts a service; yields its address and process. With TCP, prints the round trip of an echo."""
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        options = (Path(folder), "--journal", f"{folder}/journal")
+        if not is_tcp:
+            server = stack.enter_context(service(*options))
+            yield server.address, server.pid
+            return
+        port = free_port(3)  # the service's, that of its steps, and that of an echo
+        server = stack.enter_context(service(*options, address=f"127.0.0.1:{port}"))
+        host = stack.enter_context(delayed(delay_us, port, port + 1, port + 2)) if delay_us else "127.0.0.1"
+        with server_child(serve_echo, f"127.0.0.1:{port + 2}"):
+            echo = Echo(f"{host}:{port + 2}")
+            (times,) = echo.round(ECHOES).values()
+            echo.close()
+        print(json.dumps({"delay_us": delay_us, "echo_us": round(statistics.median(times))}), flush=True)
+        yield f"{host}:{port}", server.pid
 
 
 def main(arguments: Sequence[str]) -> None:
     """Measures what the command line names, on a service of its own."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        service(Path(folder), "--journal", f"{folder}/journal") as server,
-    ):
-        if arguments[:1] == ["images"]:
-            print(json.dumps(measure_images(server.address, int(arguments[1]) if arguments[1:] else 2000)))
-            return
-        for size in [int(argument) for argument in arguments] or [1, 8, 64, 256]:
-            print(json.dumps(measure(size, server.address)), flush=True)
+    if arguments[:1] == ["images"]:
+        with served(is_tcp=False, delay_us=0) as (address, _):
+            print(json.dumps(measure_images(address, int(arguments[1]) if arguments[1:] else 2000)))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("running", nargs="*", type=int, default=[1, 8, 64, 256, 512])
+    parser.add_argument("--model", choices=MODELS, default="plain")
+    parser.add_argument("--reserve-tokens", nargs="+", type=int, default=[-1])
+    parser.add_argument("--tcp", action="store_true")
+    parser.add_argument("--delay-us", type=float, default=0)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    given = parser.parse_args(arguments)
+    with served(is_tcp=given.tcp or given.delay_us > 0, delay_us=given.delay_us) as (address, server_pid):
+        for size in given.running:
+            reserves, rounds = given.reserve_tokens, given.rounds
+            found = measure(size, address, model=given.model, reserves=reserves, rounds=rounds, server_pid=server_pid)
+            print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":
