@@ -6,7 +6,8 @@ that engines share, where what a session frees waits for its steps in flight.
     python -m engine.bench_scheduler [RUNNING...]     at 1, 8, 64, 256 and 512 running requests by default
         [--model plain | windows | states]            groups as of Llama; Gemma; LFM2, with states cached as vLLM does
         [--reserve-tokens N [N...]]                   each is measured in memory of the engine's own; -1: the default
-        [--tcp | --delay-us N]                        in place of a unix socket; N is added to each message and answer
+        [--tcp | --delay-us N]                        in place of a unix socket; N is added to each message and answer:
+                                                      110 makes 0.3 ms of round trip, see "echo_us"
         [--rounds 7]                                  of 40 steps each
     python -m engine.bench_scheduler images [STEPS]   random requests with priorities and images, 2,000 by default
 
@@ -17,6 +18,8 @@ up to 5,000 tokens of prompt, 500 of output and two images.
 `waits` is how often a step waited for an answer; without a reserve for that of each message. `server_us_per_token` is
 the processor time of the server's process, by its clock, which is read before and after each round. Beside "vllm" it is
 what the server takes while it is idle.
+
+With vLLM 0.33, set PYTHONPATH=tests:.venv-vllm-engine/vllm-0.33.0 and VLLM_TARGET_DEVICE=cpu.
 
 Where the kernel has netem, `--tcp` in a network of its own shows a delay better than `--delay-us`, whose proxy needs
 processor time:
@@ -32,6 +35,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -45,7 +49,9 @@ from engine.driving import STATES, Driver, Setup, images, make_scheduler
 from engine.service import service
 from kvpool.client.vllm import Scheduler
 from kvpool.replay.children import server_child
-from support.delay import delayed
+from support import delay
+from support.logging_process import LoggingProcess
+from support.processes import PYTHON
 from support.server import free_port
 
 PROMPT_TOKENS = 512
@@ -53,7 +59,6 @@ OUTPUT_TOKENS = 256
 WARM_STEPS = 60
 STEPS = 40
 ROUNDS = 7
-ECHOES = 2000
 SETTLE_SECONDS = 0.02
 """Until the server has handled the last message of a round."""
 MODELS: Mapping[str, tuple[int, ...]] = {"plain": (0,), "windows": (0, *[512] * 5), "states": (0, *[STATES] * 3)}
@@ -72,7 +77,7 @@ class Load:
         self, scheduler_class: Any, num_running: int, additional_config: dict[str, Any], model: str = "plain"
     ) -> None:
         self.times: list[tuple[float, float]] = []
-        self.counts: dict[str, float] = {}
+        self.counts: Counter[str] = Counter()
         self._folder = tempfile.TemporaryDirectory()
         setup = Setup(
             num_blocks=2 * num_running * (PROMPT_TOKENS + OUTPUT_TOKENS) // 16 * len(MODELS[model]),
@@ -102,40 +107,36 @@ class Load:
 
     def round(self, server_pid: int) -> None:
         """Runs and measures steps."""
-        before = self._counters(server_pid)
+        self.counts.subtract(self._counters(server_pid))
         self.times += [self.step() for _ in range(STEPS)]
         time.sleep(SETTLE_SECONDS)
-        for name, count in self._counters(server_pid).items():
-            self.counts[name] = self.counts.get(name, 0) + count - before.get(name, 0)
+        self.counts.update(self._counters(server_pid))
 
     def figures(self) -> dict[str, Any]:
         """What was measured, in microseconds per step or generated token."""
         steps_us = [1e6 * (a + b) for a, b in self.times]
-        counts = dict(self.counts)
-        num_tokens = counts.pop("tokens")
+        num_tokens, server_us, num_messages = (self.counts.pop(name) for name in ("tokens", "server_us", "messages"))
         return {
             "schedule_us": round(1e6 * statistics.median(t for t, _ in self.times)),
             "update_us": round(1e6 * statistics.median(t for _, t in self.times)),
             "step_us": round(statistics.median(steps_us)),
             "mean_step_us": round(statistics.fmean(steps_us)),
             "p99_step_us": round(statistics.quantiles(steps_us, n=100)[98]),
-            "server_us_per_token": round(counts.pop("server_us") / num_tokens, 2),
-            **(
-                {"messages_per_token": round(counts.pop("messages") / num_tokens, 4), "waits": counts} if counts else {}
-            ),
+            "server_us_per_token": round(server_us / num_tokens, 2),
+            "messages_per_token": round(num_messages / num_tokens, 4),
+            "waits": dict(self.counts),
         }
 
-    def _counters(self, server_pid: int) -> dict[str, float]:
-        found = {
-            "tokens": float(sum(map(len, self._driver.generated.values()))),
-            "server_us": processor_us(server_pid) or 0.0,
-        }
+    def _counters(self, server_pid: int) -> dict[str, int]:
         manager = self.scheduler.kv_cache_manager
-        if hasattr(manager, "session"):
-            messages = manager.session.sequence
-            waits = manager.batcher.waits if manager.session.reserve_tokens else {"exact": messages}
-            found |= {"messages": messages, **waits}
-        return found
+        session, batcher = getattr(manager, "session", None), getattr(manager, "batcher", None)
+        num_messages = session.sequence if session else 0
+        return {
+            "tokens": sum(map(len, self._driver.generated.values())),
+            "server_us": round(processor_us(server_pid) or 0),
+            "messages": num_messages,
+            **(batcher.waits if batcher and session.reserve_tokens else {"exact": num_messages}),
+        }
 
     def close(self) -> None:
         self.scheduler.shutdown()
@@ -175,19 +176,19 @@ def measure_images(address: str, num_steps: int) -> dict[str, Any]:
 def measure(  # noqa: PLR0913 - one parameter per option
     num_running: int,
     address: str,
+    server_pid: int = 0,
     *,
     model: str = "plain",
-    reserves: Sequence[int] = (-1,),
+    reserve_tokens: Sequence[int] = (-1,),
     rounds: int = ROUNDS,
-    server_pid: int = 0,
 ) -> dict[str, Any]:
     """Figures of rounds that take turns, and the ratios of medians and means to vLLM alone."""
     kvpool = {"address": address, "pool": f"bench.{os.getpid()}.{num_running}"}
     shared = {**kvpool, "pool": f"{kvpool['pool']}.shared", "memory_id": "bench", "reserve_tokens": -1}
     loads = {"vllm": Load(Plain, num_running, {}, model)}
-    for reserve in reserves:
+    for reserve in reserve_tokens:
         own = {**kvpool, "pool": f"{kvpool['pool']}.{reserve}", "reserve_tokens": reserve}
-        name = "kvpool" if reserve < 0 else f"kvpool, reserve_tokens {reserve}"
+        name = "kvpool" if reserve < 0 else f"kvpool.reserve_{reserve}"
         loads[name] = Load(Scheduler, num_running, {"kvpool": own}, model)
     loads["shared memory"] = Load(Scheduler, num_running, {"kvpool": shared}, model)
     for _ in range(rounds):
@@ -214,10 +215,14 @@ def served(*, is_tcp: bool, delay_us: float) -> Iterator[tuple[str, int]]:
             return
         port = free_port(3)  # the service's, that of its steps, and that of an echo
         server = stack.enter_context(service(*options, address=f"127.0.0.1:{port}"))
-        host = stack.enter_context(delayed(delay_us, port, port + 1, port + 2)) if delay_us else "127.0.0.1"
+        host = delay.CLIENTS if delay_us else delay.SERVER
+        if delay_us:
+            ports = map(str, range(port, port + 3))
+            proxy = stack.enter_context(LoggingProcess(PYTHON, "-m", "support.delay", str(delay_us), *ports))
+            proxy.wait_for("listening")
         with server_child(serve_echo, f"127.0.0.1:{port + 2}"):
             echo = Echo(f"{host}:{port + 2}")
-            (times,) = echo.round(ECHOES).values()
+            (times,) = echo.round(2000).values()
             echo.close()
         print(json.dumps({"delay_us": delay_us, "echo_us": round(statistics.median(times))}), flush=True)
         yield f"{host}:{port}", server.pid
@@ -225,6 +230,7 @@ def served(*, is_tcp: bool, delay_us: float) -> Iterator[tuple[str, int]]:
 
 def main(arguments: Sequence[str]) -> None:
     """Measures what the command line names, on a service of its own."""
+    os.environ["KVPOOL_FRESH_PROCESSES"] = "1"  # the service is measured, too
     if arguments[:1] == ["images"]:
         with served(is_tcp=False, delay_us=0) as (address, _):
             print(json.dumps(measure_images(address, int(arguments[1]) if arguments[1:] else 2000)))
@@ -236,12 +242,11 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--tcp", action="store_true")
     parser.add_argument("--delay-us", type=float, default=0)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    given = parser.parse_args(arguments)
-    with served(is_tcp=given.tcp or given.delay_us > 0, delay_us=given.delay_us) as (address, server_pid):
-        for size in given.running:
-            reserves, rounds = given.reserve_tokens, given.rounds
-            found = measure(size, address, model=given.model, reserves=reserves, rounds=rounds, server_pid=server_pid)
-            print(json.dumps(found), flush=True)
+    given = vars(parser.parse_args(arguments))
+    running, is_tcp, delay_us = (given.pop(name) for name in ("running", "tcp", "delay_us"))
+    with served(is_tcp=is_tcp or delay_us > 0, delay_us=delay_us) as server:
+        for size in running:
+            print(json.dumps(measure(size, *server, **given)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,23 +1,25 @@
 """What slots in reserve cost in vLLM's scheduler: hits of traces, and preemptions in pools that are too small.
 
-    python -m engine.measure_reserves hits TRACE...   [--share 0.1] [--block-tokens 16] [--running 64] [--requests N]
-    python -m engine.measure_reserves preemptions     [--seeds 20] [--running 32] [--requests 160]
+    python -m engine.measure_reserves hits TRACE...     traces of Mooncake, with 64 requests at once by default
+        [--share 0.1]                                   of all their prefixes, which the pool holds
+    python -m engine.measure_reserves preemptions       random requests, of which 32 at once may run by default
+        [--seeds 20]
+    both: [--running N] [--requests N]
 
-Prints JSON. Compares vLLM alone, the service without a reserve, and the service with the default. Schedulers are a step
-ahead of their outputs, as vLLM's default is; no model runs.
+Prints JSON: figures of vLLM alone, of the service without a reserve, and with the default. Schedulers are a step ahead
+of their outputs, as vLLM's default is; no model runs.
 
-`hits` plays traces of Mooncake in order, with a number of requests at once, in a pool that holds a share of all their
-prefixes. `preemptions` plays random requests, half of whose prompts begin with one of four prefixes, in pools that hold
-0.3, 0.5 and 0.8 of as many requests as may run, each with all its tokens. `p` is that of a paired test over the seeds,
-which flips signs; `ratio` is of the sums, and `interval` holds 95 % of the ratios of seeds that are drawn again.
+Half of the random prompts begin with one of four prefixes. The pools hold 0.3, 0.5 and 0.8 of what as many requests as
+may run hold with all their tokens. `ratio` is that of the sums over the seeds, and 95 % of the ratios of seeds that are
+drawn again are in `interval`.
 """
 
 import argparse
 import json
 import random
 import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,133 +31,98 @@ from engine.measure_lending import tokens
 from engine.service import service
 from kvpool.client.vllm import AsyncScheduler
 from kvpool.replay.trace import read_trace
-from kvpool.replay.trace_formats import MOONCAKE_ID_TOKENS, TraceRequest
 
-WAYS: Mapping[str, int | None] = {"vllm": None, "no reserve": 0, "reserve": -1}
-SHARES = (0.3, 0.5, 0.8)
+WAYS: Mapping[str, dict[str, int]] = {
+    "vllm": {},
+    "no reserve": {"reserve_tokens": 0},
+    "reserve": {"reserve_tokens": -1},
+}
+BLOCK_TOKENS = 16
 DRAWS = 10_000
-LONGEST_TOKENS = 131_072
 
 
-def run(
-    way: str, address: str, pool: str, setup: Mapping[str, Any], play: Callable[[Driver], None]
-) -> tuple[Driver, int]:
-    """Plays requests on a scheduler of their own; returns what drove it, and the number of messages."""
-    reserve, config = WAYS[way], {}
-    if reserve is not None:
-        config = {"kvpool": {"address": address, "pool": f"{pool}.{way[:2]}", "reserve_tokens": reserve}}
-    made = Setup(**setup, is_async=True, max_num_batched_tokens=8192, additional_config=config)
+Requests = Iterable[tuple[list[int], int]]
+"""Prompts, and how many tokens follow each."""
+
+
+def run(address: str, way: str, setup: dict[str, Any], requests: Requests, at_once: int) -> dict[str, Any]:
+    """Plays requests on a scheduler of their own; returns what they came to.
+
+    Requests that have ended are forgotten, as all tokens of a trace take gigabytes.
+    """
+    start_seconds, num_preemptions, is_plain = time.monotonic(), 0, WAYS[way] is None
+    kvpool = {"address": address, "pool": f"{time.monotonic_ns()}", "reserve_tokens": WAYS[way]}
+    settings = {} if is_plain else {"kvpool": kvpool}
+    made = Setup(**setup, is_async=True, max_num_batched_tokens=8192, additional_config=settings)
+    waiting, running, ended = enumerate(requests), set[str](), set[str]()
     with TemporaryDirectory() as folder:
-        driver = Driver(make_scheduler(Plain if reserve is None else AsyncScheduler, made, Path(folder)), made)
-        play(driver)
+        scheduler = make_scheduler(Plain if is_plain else AsyncScheduler, made, Path(folder))
+        driver = Driver(scheduler, made)
+        while True:
+            for number, request in islice(waiting, at_once - len(running)):
+                driver.add(str(number), *request)
+                running.add(str(number))
+            if not driver.requests:
+                break
+            driver.timed_step()
+            for name in ended:  # which the step in flight may have had
+                num_preemptions += driver.requests.pop(name).num_preemptions
+                del driver.generated[name]
+            ended = {name for name in running if name not in scheduler.requests}
+            running -= ended
         driver.drain()
-    session = getattr(driver.scheduler.kv_cache_manager, "session", None)
-    num_messages = session.sequence if session else 0
+    num_messages = 0 if is_plain else scheduler.kv_cache_manager.session.sequence
     end_sessions()
-    return driver, num_messages
-
-
-def play_trace(driver: Driver, trace: Sequence[TraceRequest], num_running: int) -> None:
-    """Plays a trace, and forgets requests that have ended, as all their tokens take gigabytes."""
-    waiting = deque(enumerate(trace))
-    running: set[str] = set()
-    ended: list[str] = []
-    while waiting or running:
-        while waiting and len(running) < num_running:
-            number, entry = waiting.popleft()
-            driver.add(str(number), entry.token_ids(), entry.output_length)
-            running.add(str(number))
-        driver.timed_step()
-        for name in ended:  # which the step in flight may have had
-            del driver.requests[name], driver.generated[name]
-        ended = [name for name in running if name not in driver.scheduler.requests]
-        running.difference_update(ended)
+    seconds = round(time.monotonic() - start_seconds, 1)
+    return {**driver.lookups, "preemptions": num_preemptions, "messages": num_messages, "seconds": seconds}
 
 
 def hits(path: Path, given: argparse.Namespace, address: str) -> dict[str, Any]:
-    """Hit tokens of all that were looked up."""
-    read = read_trace(path, given.requests)
-    trace = [each for each in read if each.input_length + each.output_length <= LONGEST_TOKENS and each.output_length]
-    num_ids = len({each for entry in trace for each in entry.hash_ids})
-    setup = {
-        "num_blocks": int(given.share * num_ids * MOONCAKE_ID_TOKENS / given.block_tokens),
-        "block_size": given.block_tokens,
-        "max_num_seqs": given.running,
-        "max_model_len": LONGEST_TOKENS,
-    }
-    found: dict[str, Any] = {"trace": path.name, "requests": len(trace), "left_out": len(read) - len(trace), **setup}
+    """Plays a trace each way; tells the hit tokens of all that were looked up."""
+    trace = read_trace(path, given.requests)
+    num_tokens = trace[0].id_tokens * len({each for request in trace for each in request.hash_ids})
+    num_blocks, running = int(given.share * num_tokens / BLOCK_TOKENS), given.running or 64
+    setup = {"num_blocks": num_blocks, "max_num_seqs": running, "max_model_len": 131_072}
+    found: dict[str, Any] = {"trace": path.name, "requests": len(trace), **setup}
     for way in WAYS:
-        start = time.monotonic()
-        driver, messages = run(way, address, path.name, setup, lambda it: play_trace(it, trace, given.running))
-        lookups = driver.lookups
-        found[way] = {
-            "hit_percent": round(100 * lookups["hits"] / lookups["queries"], 3),
-            **lookups,
-            "messages": messages,
-            "seconds": round(time.monotonic() - start),
-        }
+        requests = ((each.token_ids(), each.output_length) for each in trace)
+        figures = run(address, way, setup, requests, running)
+        found[way] = {"hit_percent": round(100 * figures["hits"] / figures["queries"], 3), **figures}
     return found
 
 
-def draw_requests(seed: int, count: int) -> list[tuple[list[int], int]]:
-    """Prompts, and how many tokens follow each."""
-    draw = random.Random(seed)
-    prefixes = [tokens(draw, 128) for _ in range(4)]
-    return [
-        (draw.choice(prefixes) * draw.randrange(2) + tokens(draw, draw.randint(16, 256)), draw.randint(16, 384))
-        for _ in range(count)
-    ]
-
-
-def play_requests(driver: Driver, requests: Sequence[tuple[list[int], int]]) -> None:
-    """Puts all in at once, and runs steps until all have ended."""
-    for number, (prompt, num_tokens) in enumerate(requests):
-        driver.add(str(number), prompt, num_tokens)
-    while not driver.is_idle:
-        driver.timed_step()
-
-
 def preemptions(share: float, given: argparse.Namespace, address: str, *, caches: bool) -> dict[str, Any]:
-    """Preemptions per seed, and how they compare with vLLM's."""
+    """Plays random requests each way, all sent at once; compares the preemptions with vLLM's."""
     counts: dict[str, list[int]] = {way: [] for way in WAYS}
     messages = dict.fromkeys(WAYS, 0)
-    start = time.monotonic()
+    running = given.running or 32
     for seed in range(given.seeds):
-        requests = draw_requests(seed, given.requests)
-        needs = [(len(prompt) + num_tokens - 1) // 16 + 1 for prompt, num_tokens in requests]
-        num_blocks = 1 + max(int(share * given.running * sum(needs) / len(needs)), *needs)
-        setup = {"num_blocks": num_blocks, "max_num_seqs": given.running, "enable_caching": caches}
-        for way, each in counts.items():
-            pool = f"{seed}.{share}.{caches}"
-            driver, sent = run(way, address, pool, setup, lambda it: play_requests(it, requests))  # noqa: B023 - called at once
-            messages[way] += sent
-            each.append(sum(request.num_preemptions for request in driver.requests.values()))
-    ratios = {way: compared(counts["vllm"], each) for way, each in counts.items() if way != "vllm"}
-    seconds = round(time.monotonic() - start)
-    return {
-        "share": share,
-        "prefix_caching": caches,
-        **ratios,
-        "per_seed": counts,
-        "messages": messages,
-        "seconds": seconds,
-    }
+        draw = random.Random(seed)
+        prefixes = [tokens(draw, 128) for _ in range(4)]
+        requests = [
+            (draw.choice(prefixes) * draw.randrange(2) + tokens(draw, draw.randint(16, 256)), draw.randint(16, 384))
+            for _ in range(given.requests or 160)
+        ]
+        needs = [-(-(len(prompt) + num_tokens) // BLOCK_TOKENS) for prompt, num_tokens in requests]
+        num_blocks = 1 + max(int(share * running * sum(needs) / len(needs)), *needs)
+        setup = {"num_blocks": num_blocks, "max_num_seqs": running, "enable_caching": caches}
+        for way in WAYS:
+            figures = run(address, way, setup, requests, len(requests))
+            counts[way].append(figures["preemptions"])
+            messages[way] += figures["messages"]
+    ratios = {way: compared(counts["vllm"], each) for way, each in counts.items()}
+    return {"share": share, "prefix_caching": caches, **ratios, "per_seed": counts, "messages": messages}
 
 
 def compared(before: Sequence[int], after: Sequence[int]) -> dict[str, Any]:
-    """The ratio of sums of pairs, an interval of 95 %, and the probability of such a difference by chance."""
+    """The ratio of sums of pairs, and where it lies in 95 % of draws of such pairs."""
     draw, pairs = random.Random(1), [*zip(before, after, strict=True)]
 
     def ratio(of: Sequence[tuple[int, int]]) -> float:
-        return sum(b for _, b in of) / max(sum(a for a, _ in of), 1)
+        return round(sum(b for _, b in of) / max(sum(a for a, _ in of), 1), 4)
 
     drawn = sorted(ratio(draw.choices(pairs, k=len(pairs))) for _ in range(DRAWS))
-    differences = [b - a for a, b in pairs]
-    most = sum(
-        abs(sum(each * draw.choice((-1, 1)) for each in differences)) >= abs(sum(differences)) for _ in range(DRAWS)
-    )
-    interval = [round(drawn[int(DRAWS * each)], 4) for each in (0.025, 0.975)]
-    return {"ratio": round(ratio(pairs), 4), "interval": interval, "p": round((most + 1) / (DRAWS + 1), 4)}
+    return {"ratio": ratio(pairs), "interval": [drawn[DRAWS // 40], drawn[-DRAWS // 40]]}
 
 
 def main() -> None:
@@ -164,20 +131,14 @@ def main() -> None:
     parser.add_argument("what", choices=("hits", "preemptions"))
     parser.add_argument("traces", nargs="*", type=Path)
     parser.add_argument("--share", type=float, default=0.1)
-    parser.add_argument("--block-tokens", type=int, default=16)
-    parser.add_argument("--running", type=int)
-    parser.add_argument("--requests", type=int)
-    parser.add_argument("--seeds", type=int, default=20)
+    for name, default in (("running", None), ("requests", None), ("seeds", 20)):
+        parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     with TemporaryDirectory() as folder, service(Path(folder), "--max-pools", str(2**20)) as server:
-        if given.what == "hits":
-            given.running = given.running or 64
-            for path in given.traces:
-                print(json.dumps(hits(path, given, server.address)), flush=True)
-            return
-        given.running, given.requests = given.running or 32, given.requests or 160
-        for caches in (True, False):
-            for share in SHARES:
+        for path in given.traces:
+            print(json.dumps(hits(path, given, server.address)), flush=True)
+        for caches in (True, False) * (given.what == "preemptions"):
+            for share in (0.3, 0.5, 0.8):
                 print(json.dumps(preemptions(share, given, server.address, caches=caches)), flush=True)
 
 
