@@ -59,8 +59,6 @@ OUTPUT_TOKENS = 256
 WARM_STEPS = 60
 STEPS = 40
 ROUNDS = 7
-SETTLE_SECONDS = 0.02
-"""Until the server has handled the last message of a round."""
 MODELS: Mapping[str, tuple[int, ...]] = {"plain": (0,), "windows": (0, *[512] * 5), "states": (0, *[STATES] * 3)}
 """The groups of each, see `Setup`."""
 
@@ -109,7 +107,7 @@ class Load:
         """Runs and measures steps."""
         self.counts.subtract(self._counters(server_pid))
         self.times += [self.step() for _ in range(STEPS)]
-        time.sleep(SETTLE_SECONDS)
+        time.sleep(0.02)  # until the server has handled the last message
         self.counts.update(self._counters(server_pid))
 
     def figures(self) -> dict[str, Any]:

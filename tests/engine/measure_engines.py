@@ -30,10 +30,6 @@ from engine.service import Service, service
 from engine.serving import AHEAD, Answer, ServedEngine
 from kvpool.client import connect
 
-HEAD_TOKENS = 64
-IDLE_SECONDS = 1.5
-"""vLLM's workers look for messages without a pause for a second after each."""
-
 
 class Measured:
     """An engine, and what was measured of it: of each round tokens per second and the median time to the first one."""
@@ -56,7 +52,7 @@ class Measured:
 
     def answer(self, name: str, asked: Sequence[tuple[list[int], int]], in_flight: int) -> list[list[int]]:
         """Has it answer requests, some at once; returns their tokens."""
-        time.sleep(IDLE_SECONDS)
+        time.sleep(1.5)  # workers of vLLM look for messages without a pause for a second after each
         waiting, running, answers = iter(enumerate(asked)), list[Answer](), list[Answer]()
         start_seconds, start_us = time.monotonic(), processor_us(self._server.pid) or 0.0
         while len(answers) < len(asked) or running:
@@ -109,13 +105,13 @@ def main() -> None:
         engines = {pool: Measured(each, pool, server) for pool, each in started.items()}
         for size in given.in_flight:
             draw = random.Random(size)
-            heads = [tokens(draw, HEAD_TOKENS) for _ in range(4)]
+            heads = [tokens(draw, 64) for _ in range(4)]
             for i in range(given.rounds + 1):
                 asked = [
-                    (draw.choice(heads) + tokens(draw, HEAD_TOKENS), draw.randint(32, 96))
+                    (draw.choice(heads) + tokens(draw, 64), draw.randint(32, 96))
                     for _ in range(given.requests or 16 + 4 * size)
                 ]
-                order = [*engines.values()][:: -1 if i % 2 else 1]
+                order = reversed(engines.values()) if i % 2 else engines.values()
                 first, *others = [each.answer(f"{size}.{i}", asked, size) for each in order]
                 assert all(each == first for each in others), "the tokens differ"
             results = {pool or "vllm": each.result(engines[""]) for pool, each in engines.items()}

@@ -9,7 +9,6 @@ for these first. Threads sleep in place of an event loop, whose timers have a re
 
 import contextlib
 import ctypes
-import os
 import socket
 import sys
 import threading
@@ -41,7 +40,7 @@ def main(delay_us: str, *ports: str) -> None:
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     for listener in [socket.create_server((CLIENTS, int(port))) for port in ports]:
         threading.Thread(target=_accept, args=(listener, float(delay_us) / 1e6)).start()
-    os.write(2, b"listening\n")
+    print("listening", file=sys.stderr, flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
