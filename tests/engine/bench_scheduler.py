@@ -127,13 +127,13 @@ class Load:
 
     def _counters(self, server_pid: int) -> dict[str, int]:
         manager = self.scheduler.kv_cache_manager
-        session, batcher = getattr(manager, "session", None), getattr(manager, "batcher", None)
+        session = getattr(manager, "session", None)
         num_messages = session.sequence if session else 0
         return {
             "tokens": sum(map(len, self._driver.generated.values())),
             "server_us": round(processor_us(server_pid) or 0),
             "messages": num_messages,
-            **(batcher.waits if batcher and session.reserve_tokens else {"exact": num_messages}),
+            **(manager.batcher.waits if session and session.reserve_tokens else {"exact": num_messages}),
         }
 
     def close(self) -> None:

@@ -32,11 +32,7 @@ from engine.service import service
 from kvpool.client.vllm import AsyncScheduler
 from kvpool.replay.trace import read_trace
 
-WAYS: Mapping[str, dict[str, int]] = {
-    "vllm": {},
-    "no reserve": {"reserve_tokens": 0},
-    "reserve": {"reserve_tokens": -1},
-}
+WAYS: Mapping[str, int | None] = {"vllm": None, "no reserve": 0, "reserve": -1}
 BLOCK_TOKENS = 16
 DRAWS = 10_000
 
