@@ -109,6 +109,10 @@ class ServedEngine:
         """Waits until requests have been answered."""
         self._wait_until(lambda: all(each.is_finished for each in answers), ANSWER_SECONDS)
 
+    def wait_for_one(self, *answers: Answer) -> None:
+        """Waits until one of some requests has been answered."""
+        self._wait_until(lambda: any(each.is_finished for each in answers), ANSWER_SECONDS)
+
     def wait_for_steps(self, count: int) -> None:
         """Waits until it has reported this number of steps, or has answered all requests, so that no step follows."""
 
