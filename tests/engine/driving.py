@@ -356,11 +356,11 @@ class Driver:
         # What is known by then: what was put out already, and is yet to come.
         if end < self.requests[request_id].num_prompt_tokens + len(self.generated.get(request_id, ())):
             return []
-        tokens = [_token(request_id, end)]
+        tokens = [token_at(request_id, end)]
         for draft in drafts:
             if draft != tokens[-1]:
                 break
-            tokens.append(_token(request_id, end + len(tokens)))
+            tokens.append(token_at(request_id, end + len(tokens)))
         return tokens
 
     def _draft(self, request_id: str) -> list[int]:
@@ -368,7 +368,7 @@ class Driver:
         end = self.requests[request_id].num_tokens
         places = range(end, end + self._num_drafts)
         return [
-            _token(request_id, place) ^ (zlib.crc32(f"draft {request_id} {place}".encode()) % 3 == 0)
+            token_at(request_id, place) ^ (zlib.crc32(f"draft {request_id} {place}".encode()) % 3 == 0)
             for place in places
         ]
 
@@ -387,7 +387,8 @@ class Driver:
             self.settle()
 
 
-def _token(request_id: str, place: int) -> int:
+def token_at(request_id: str, place: int) -> int:
+    """The token that a request generates at a place after its prompt."""
     return zlib.crc32(f"{request_id} {place}".encode()) % 8
 
 

@@ -75,12 +75,18 @@ class Pairs:
     def run(self, name: str) -> Pair:
         if name not in self._done:
             self._done[name] = None
-            kvpool = {"address": self._address, "pool": name, "reserve_tokens": 0}
-            attached = {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": kvpool}}
-            self._done[name] = run_pair(self._engines[name], attached, self._folder / name)
+            self._done[name] = run_pair(self._engines[name], self._attached(name, 0), self._folder / name)
         pair = self._done[name]
         assert pair, "failed in an earlier test"
         return pair
+
+    def with_reserves(self, name: str) -> Results:
+        """Runs the second engine with slots in reserve, as engines do by default."""
+        return run_engine(self._engines[name], self._attached(f"{name}-reserve", -1), self._folder / name / "reserve")
+
+    def _attached(self, pool: str, reserve_tokens: int) -> dict[str, object]:
+        kvpool = {"address": self._address, "pool": pool, "reserve_tokens": reserve_tokens}
+        return {"scheduler_cls": SCHEDULER, "additional_config": {"kvpool": kvpool}}
 
 
 def run_pair(engine: Engine, attached: Mapping[str, object], folder: Path) -> Pair:

@@ -147,6 +147,7 @@ class Outcome:
     """What a run of a workload comes to."""
 
     steps: list[Any]
+    prompts: dict[str, list[int]]
     generated: dict[str, list[int]]
     cached: dict[str, int]
     lookups: dict[str, int]
@@ -199,4 +200,5 @@ def run(scheduler_class: Any, setup: Setup, seed: int, folder: Path, num_request
     preemptions = sum(request.num_preemptions for request in driver.requests.values())
     scheduler.shutdown()
     calls = scheduler.connector and scheduler.connector.calls
-    return Outcome(steps, driver.generated, driver.cached, driver.lookups, preemptions, calls)
+    prompts = {each.request_id: list(each.prompt_token_ids) for each in driver.requests.values()}
+    return Outcome(steps, prompts, driver.generated, driver.cached, driver.lookups, preemptions, calls)

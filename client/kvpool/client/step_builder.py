@@ -12,7 +12,7 @@ from kvpool.client.trace_context import NO_TRACE_CONTEXT, packed_trace_context
 from kvpool.core.blocks.prefix_search import ComputedBlocks
 from kvpool.core.errors import InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.ids import MAX_TOKENS, GroupId
-from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, num_draft_blocks
+from kvpool.core.specs.kinds import CrossAttentionSpec, allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, OPTION_COLUMNS, AllocationOptions
 from kvpool.core.steps.columns import DECLARING, LEAVING, Operation, Outcome, Step
@@ -44,6 +44,7 @@ class StepFormat:
         max_tokens: Maximum length of a request.
         spans: See `reserves`.
         has_windows: Whether a group frees blocks that its tokens leave behind.
+        has_gaps: Whether a group keeps only the states at the ends of steps.
         report_tokens: Number of computed tokens that the service should know of, see `due`.
     """
 
@@ -54,6 +55,7 @@ class StepFormat:
     max_tokens: int = MAX_TOKENS
     spans: Spans = ()
     has_windows: bool = False
+    has_gaps: bool = False
     report_tokens: int = 0
 
     @classmethod
@@ -70,7 +72,8 @@ class StepFormat:
         has_windows = not all(spec.keeps_all for spec in specs)
         report_tokens = hash_block_size or (spans[0][1] if has_windows else 0)
         sends, most = config.makes_events, config.max_model_len
-        return cls(len(specs), hash_block_size, sends, num_ahead, most, spans, has_windows, report_tokens)
+        gaps = any(has_gaps(spec) for spec in specs)
+        return cls(len(specs), hash_block_size, sends, num_ahead, most, spans, has_windows, gaps, report_tokens)
 
 
 class StepBuilder:
@@ -185,6 +188,7 @@ class StepBuilder:
         if num_lookahead_tokens < 0:
             raise _negative_lookahead(num_lookahead_tokens)
         must_send = rejected or computed or num_encoder_tokens or request.num_prompt_tokens
+        must_send = must_send or (self._format.has_gaps and num_new_tokens > 1)  # a step that passes states by
         # On credit no block slides out of a window before a report, which contains the number of tokens in flight.
         must_send = must_send or (
             options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS

@@ -26,7 +26,7 @@ from kvpool.client.transports.transport import SessionOptions
 from kvpool.core.ids import PoolName
 from kvpool.core.sessions.session import Session as CoreSession
 from kvpool.core.specs.base import KVCacheSpec
-from kvpool.core.specs.kinds import SlidingWindowSpec
+from kvpool.core.specs.kinds import MambaSpec, SlidingWindowSpec
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from support.session_transcript import RecordingTransport
 
@@ -37,6 +37,9 @@ MIXES: Final[dict[str, tuple[KVCacheSpec, ...]]] = {
     "window": (FULL, SlidingWindowSpec(4, sliding_window=5)),
     "window alone": (SlidingWindowSpec(4, sliding_window=9),),
     "spans": (FullAttentionSpec(8), SlidingWindowSpec(4, sliding_window=6)),
+    "states": (FULL, MambaSpec(4, only_step_ends=True)),
+    "longer states": (FULL, MambaSpec(8, only_step_ends=True)),
+    "states alone": (MambaSpec(4),),
 }
 
 

@@ -18,6 +18,7 @@ from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.client.vllm.settings import Settings
 from kvpool.client.vllm.version_check import check_version
 from kvpool.client.vllm.weights import default_weights_version, unknown_weights_version
+from kvpool.core.sessions.session import MAX_RESERVE_TOKENS
 from kvpool.core.specs.longest_request import shortfall
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.v1.pool_pb2 import PoolInfo
@@ -121,7 +122,10 @@ def _reserve_tokens(scheduler: Any, settings: Settings, config: PoolConfig) -> i
     """Slots in reserve. Drafts that are rejected, and what a connector loads, need a message for each step anyway."""
     if scheduler.connector is not None or scheduler.vllm_config.speculative_config:
         return 0
-    return max(config.spans_tokens) if settings.reserve_tokens < 0 else settings.reserve_tokens
+    if settings.reserve_tokens >= 0:
+        return settings.reserve_tokens
+    spans = [span for span in config.spans_tokens if span < config.max_model_len]  # without groups of one state
+    return min(max(spans, default=0), MAX_RESERVE_TOKENS)
 
 
 def _warn_of(config: PoolConfig, settings: Settings, info: PoolInfo) -> None:

@@ -48,7 +48,7 @@ class Settings:
         max_blocks: Maximum number of blocks that the engine may hold; 0 for the server's limit.
         reserve_tokens: Number of tokens for which running requests hold slots beyond those that they need, while enough
             blocks are free, so that their decodes do not wait for the service. 0: blocks are taken in the order in
-            which vLLM takes them. -1: a block of each group. None with drafts, KV connectors or Mamba states.
+            which vLLM takes them. -1: a block of each group. None with drafts or KV connectors.
         deadline_seconds: Maximum duration of a call, including retries. The engine waits this long for a service that
             restarts and, at its start, for the lease of the previous engine.
         memory: `unix:/path`, the socket of the `kvpool worker` that lends its memory to this engine; default:

@@ -33,7 +33,7 @@ from kvpool.core.ids import MAX_BLOCKS, MAX_TOKENS, BlockId, GroupId, MapId, Sco
 from kvpool.core.sessions.quarantine import Quarantine
 from kvpool.core.sessions.request import BlockTable, Request
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.kinds import MambaSpec, allocation_spec, has_gaps, num_draft_blocks
+from kvpool.core.specs.kinds import allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHitRate
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
@@ -72,9 +72,9 @@ class KVCacheManager:
         blocks: The blocks.
         plain_manager: Manager of the only group, if it keeps its blocks, has a slot for each token, makes no events and
             caches full blocks at once.
-        gives_credit: Whether sessions may allocate on credit. Not in pools with states: hits of a state can wait for
-            the steps that read it (`StateReaders`), so the service must know each step.
-        reserves_slots: Whether sessions may hold slots in reserve.
+        gives_credit: Whether sessions without slots in reserve may allocate on credit. Not in pools with states: hits
+            of a state wait for the steps that read it (`StateReaders`) as in vLLM, so the service must know each step.
+        reserves_slots: Whether sessions may hold slots in reserve. Not where the states after drafts move.
         state_managers: Managers of the groups that keep only the states at the ends of steps.
         state_readers: States that steps read; `record` each change of a request's tokens or blocks there, after it.
         quotas: Minimum and maximum numbers of blocks of the sessions.
@@ -140,10 +140,11 @@ class KVCacheManager:
         is_plain = len(self._managers) == 1 and first.spec.keeps_all and not first.counts_encoder_tokens
         is_plain = is_plain and not (config.makes_events or config.num_reprefillable_tokens)
         self.plain_manager = first if is_plain else None
-        self.gives_credit = not any(isinstance(manager.spec, MambaSpec) for manager in self._managers)
-        self._max_credit_tokens = 0 if config.partial_hits else config.max_model_len  # a copy must be known
-        self.reserves_slots = self.gives_credit and not config.partial_hits
         self.state_managers = [manager for manager in self._managers if isinstance(manager, StateManager)]
+        self.gives_credit = not self.state_managers
+        self._max_credit_tokens = 0 if config.partial_hits else config.max_model_len  # a copy must be known
+        moves_blocks = any(num_draft_blocks(manager.spec) for manager in self.state_managers)
+        self.reserves_slots = not (config.partial_hits or moves_blocks)
         self.state_readers = StateReaders(self.state_managers)
         self.quotas = Quotas(self.blocks, self.blocks.num_free_blocks, self.sessions)
         self._num_unhit_tokens = max(config.hash_scheme.num_lookahead_tokens, 1)  # of a request: see rule 4
@@ -511,14 +512,15 @@ class KVCacheManager:
             The new blocks, group by group; none if too few are left, see `SlotAllocator`.
         """
         num_computed = request.num_computed_tokens
-        self._slot_allocator.free_behind_windows(request, num_computed - num_in_flight_tokens)
         if self.config.enable_caching:
-            self.cache_blocks(request, num_computed, sequence=sequence)
+            self.cache_blocks(request, num_computed, sequence=sequence)  # before they are freed behind a window
+        self._slot_allocator.free_behind_windows(request, num_computed - num_in_flight_tokens)
         self._slot_allocator.give_back(request, num_computed + num_tokens)
         new = self._slot_allocator.no_blocks
         if may_take:
             new = self._slot_allocator.reserve(request, num_computed + num_tokens)
         request.credit_tokens = self.credit_tokens(request)
+        self.state_readers.record(request)
         return new
 
     def cache_prompt_states(self, request: Request, start_tokens: int, sequence: ids.StepNumber) -> None:

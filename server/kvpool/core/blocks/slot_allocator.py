@@ -108,9 +108,8 @@ class SlotAllocator:
         if found is None:
             self._note_refused(request, hit, counts, len(copying))
             return None
-        num_wanted = num_slots + request.reserve_tokens
-        counts, (held, num_own) = self._with_reserve(
-            request, hit, counts, found, num_wanted, num_encoder_tokens, options
+        counts, (held, num_own), end_tokens = self._with_reserve(
+            request, hit, counts, found, (end_tokens, num_slots + request.reserve_tokens), num_encoder_tokens, options
         )
         if hit is not self.no_blocks:
             self._add_hit(request, hit)
@@ -126,9 +125,8 @@ class SlotAllocator:
 
     def reserve(self, request: Request, num_slots: int) -> tuple[Sequence[BlockId], ...]:
         """Allocates and returns the blocks that a request lacks for `num_slots` tokens; none if rule 6 forbids it."""
-        hit = self.no_blocks
-        none = ([0] * len(self._managers), ((), 0))
-        counts, (held, num_own) = self._with_reserve(request, hit, *none, num_slots, 0, DEFAULT_OPTIONS)
+        none, ends = ([0] * len(self._managers), ((), 0)), (request.num_computed_tokens, num_slots)
+        counts, (held, num_own), _ = self._with_reserve(request, self.no_blocks, *none, ends, 0, DEFAULT_OPTIONS)
         if max(counts) <= 0:
             return self.no_blocks
         new = self._allocate_missing(request, counts, 0, num_own)
@@ -149,27 +147,45 @@ class SlotAllocator:
         hit: Sequence[Sequence[BlockId]],
         counts: list[int],
         found: tuple[Sequence[BlockId], int],
-        num_slots: int,
+        ends: tuple[int, int],
         num_encoder_tokens: int,
         options: AllocationOptions,
-    ) -> tuple[list[int], tuple[Sequence[BlockId], int]]:
-        """Adds the blocks of a request's reserve to those that it lacks, see rule 6; or returns these as they are."""
+    ) -> tuple[list[int], tuple[Sequence[BlockId], int], int]:
+        """Adds the blocks of a request's reserve to those that it lacks, see rule 6; or returns these as they are.
+
+        Args:
+            request: The request.
+            hit: As for `_hit_to_hold`.
+            counts: As for `_hit_to_hold`.
+            found: Its answer for these counts.
+            ends: Computed tokens after the step; and the number of slots with the reserve.
+            num_encoder_tokens: See `allocate`.
+            options: See `allocate`.
+
+        Returns:
+            The counts; their answer; and the number of tokens to whose end they extend the tables of states.
+        """
+        end_tokens, num_slots = ends
         if not request.reserve_tokens:
-            return counts, found
+            return counts, found, end_tokens
         num_slots = min(num_slots, self._max_tokens)
         more = [
             manager.num_missing_blocks(table, num_slots, num_encoder_tokens) - len(blocks)
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
         ]
+        for states in self._of_states:  # a step takes blocks for its last states only, see `StateManager`
+            i = states.group_id
+            missing = states.num_missing_blocks(request.tables[i], end_tokens, 0) - len(hit[i])
+            more[i] -= max(missing, 0) - max(counts[i], 0)
         if not any(wanted > max(count, 0) for wanted, count in zip(more, counts, strict=True)):
-            return counts, found
+            return counts, found, end_tokens
         num_spare = options.num_reserved_blocks + options.num_watermark_blocks + self.reserve_floor_blocks
         with_more = self._hit_to_hold(request, hit, more, num_spare)
         if with_more is None:
             if request.holding:
                 request.holding.is_over = False  # the allocation itself is not refused
-            return counts, found
-        return more, with_more
+            return counts, found, end_tokens
+        return more, with_more, num_slots
 
     def _add_hit(self, request: Request, hit: Sequence[Sequence[BlockId]]) -> None:
         """Adds the blocks of a hit to the tables of a request that holds none."""

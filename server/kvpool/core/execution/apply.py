@@ -156,6 +156,7 @@ class _Application:
         self._sequence = StepNumber(step.sequence)
         self._launched = step.launched_sequence
         self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
+        self._gives_credit = pool.gives_credit or session.reserve_tokens > 0
         self._out_of_blocks = False
         self._work = 0
         self._num_rows, self._groups = len(step.operations), len(pool.config.groups)
@@ -242,6 +243,8 @@ class _Application:
                 self._put_outcome(i, Outcome.HIT_CHANGED)
                 self._put_promise(i, request, pool.find_longest_cache_hit(request))
                 return
+        if row.has_taken and pool.state_managers and pool.config.enable_caching:  # each a step that has kept its state
+            pool.cache_blocks(request, request.num_computed_tokens, sequence=self._sequence)
         new = pool.allocate_slots(
             request,
             row.num_new_tokens,
@@ -402,7 +405,7 @@ class _Application:
 
     def _put_credit(self, first: int, rows: Sequence[Row]) -> None:
         credit_tokens = [row.request.credit_tokens for row in rows]
-        if self._pool.gives_credit and any(credit_tokens):
+        if self._gives_credit and any(credit_tokens):
             self._column("credit_tokens")[first : first + len(rows)] = credit_tokens
 
     def _column(self, name: str, num_per_row: int = 1) -> list[int]:

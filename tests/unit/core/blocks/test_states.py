@@ -74,6 +74,16 @@ def test_a_hit_waits_until_the_step_that_fills_its_state_is_launched(launched: i
     assert (world.pool.blocks.num_free_blocks == free_blocks) is bool(outcome)
 
 
+@pytest.mark.parametrize("launched", [0, 2])
+def test_requests_of_one_step_do_not_hit_its_states(launched: int) -> None:
+    """Also if the step names itself as launched, because work on credit is in flight."""
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None)
+    world.run(session, Operation.EVICT)
+    both = [Operation.ADMIT] * 2
+    result = world.declare_all(session, both, "aa", 12, num_new_tokens=[8, 0], launched_sequence=launched)
+    assert result.outcomes == [Outcome.OK, Outcome.NO_BLOCKS]
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state(*, shares: bool) -> None:
     """As in vLLM 0.32, which takes the state for one that this step fills. 0.33 does not."""

@@ -139,9 +139,10 @@ def test_a_changed_hit_gives_no_credit(world: World, session: Session) -> None:
     assert (result.outcomes, result.credit_tokens) == ([Outcome.HIT_CHANGED], [])
 
 
-@pytest.mark.parametrize("specs", [[MambaSpec(BLOCK_SIZE)], [FullAttentionSpec(BLOCK_SIZE), MambaSpec(BLOCK_SIZE)]])
-def test_pools_with_states_give_no_credit(specs: list[Any]) -> None:
-    world, session = opened(num_blocks=40, specs=specs)
+def test_pools_with_states_at_the_ends_of_steps_give_no_credit() -> None:
+    world, session = opened(
+        num_blocks=40, specs=[FullAttentionSpec(BLOCK_SIZE), MambaSpec(BLOCK_SIZE, only_step_ends=True)]
+    )
     assert not world.pool.gives_credit
     assert world.admit(session, 1, "abc", 13).credit_tokens == []
     for operation in (ALLOCATE, APPEND, CACHE, Operation.COMMON_PREFIX, PREEMPT, ADMIT, FREE):

@@ -18,6 +18,7 @@ from support.state import restored
 
 ADMIT, ALLOCATE, APPEND, FREE = Operation.ADMIT, Operation.ALLOCATE, Operation.APPEND, Operation.FREE
 RESERVE: Final = Operation.RESERVE
+STATES: Final = (FullAttentionSpec(4), MambaSpec(4, only_step_ends=True))
 WINDOWED: Final = (FullAttentionSpec(4), SlidingWindowSpec(4, sliding_window=5))
 """Groups for which a request of 8 tokens has left a block behind the window."""
 
@@ -206,8 +207,48 @@ def test_a_reserve_stays_within_quotas() -> None:
     assert world.allocate(unlimited, 1, 1).outcomes == [Outcome.NO_BLOCKS]
 
 
-def test_pools_without_credit_have_no_reserves() -> None:
-    assert World(specs=(FullAttentionSpec(4), MambaSpec(4))).open(reserve_tokens=8).reserve_tokens == 0
+def test_pools_where_states_of_drafts_move_have_no_reserves() -> None:
+    moving = MambaSpec(4, only_step_ends=True, num_speculative_blocks=1)
+    assert World(specs=(FullAttentionSpec(4), moving)).open(reserve_tokens=8).reserve_tokens == 0
+
+
+def cached_states(world: World, session: Session) -> list[int]:
+    """Numbers of leading tokens of request 1 after which a state is cached."""
+    cached = {block_hash for group_id, block_hash, _ in world.pool.blocks.prefix_map.entries() if group_id == 1}
+    hashes = session.by_number[RequestNumber(1)].hashes
+    return [4 * end for end, block_hash in enumerate(hashes, 1) if block_hash in cached]
+
+
+def test_decodes_on_credit_keep_the_states_of_full_blocks() -> None:
+    """The state after token 8 is in the block that is left for the next one, and stays cached when it is freed."""
+    world, session = holding(specs=STATES)
+    assert tables(session) == [[1, 2, 3, 4], [0, 5, 6, 7]]
+    assert report(world, session).credit_tokens == [16]
+    taken = {"num_taken_tokens": [2], "num_appended_tokens": [2]}
+    reserve(world, session, 1, 6, **taken)
+    assert tables(session) == [[1, 2, 3, 4], [0, 0, 6, 7]]
+    assert cached_states(world, session) == [8]
+
+
+def test_a_report_behind_a_full_block_caches_its_state_before_it_is_freed() -> None:
+    world, session = holding(specs=STATES)
+    filled = {"num_taken_tokens": [5], "num_appended_tokens": [5], "block_hashes": block_hashes("abc", 2)[32:]}
+    reserve(world, session, 1, 6, **filled)
+    assert (tables(session)[1], cached_states(world, session)) == ([0, 0, 6, 7], [8])
+
+
+@pytest.mark.parametrize(("num_new", "states"), [(6, [0, 0, 6, 7, 10, 11]), (19, [0, 0, 6, 7, 0, 0, 0, 14, 15, 16])])
+def test_a_step_of_many_tokens_leaves_no_state_in_the_reserve_that_it_passes(num_new: int, states: list[int]) -> None:
+    """It begins after 10 tokens. Only the state at its end is written, and those that decodes wrote are cached."""
+    world, session = holding(specs=STATES, num_blocks=40)
+    reserve(world, session, 1, 11)
+    columns: Any = {"num_taken_tokens": [5], "num_appended_tokens": [5 + num_new], "num_new_tokens": [num_new]}
+    hashes = block_hashes("abcdefgh", (10 + num_new) // 4)[32:]
+    result = world.run(session, Operation.ALLOCATE, request_numbers=[1], block_hashes=hashes, **columns)
+    assert tables(session)[1] == states
+    ends = [8] + ([16] if num_new == 6 else [])
+    assert cached_states(world, session) == ends
+    assert result.credit_tokens == [min(map(len, tables(session))) * 4]
 
 
 # Each case: the field at fault, the kind of the error, the number of the request, the columns.
