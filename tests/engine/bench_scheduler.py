@@ -133,7 +133,7 @@ class Load:
             "tokens": sum(map(len, self._driver.generated.values())),
             "server_us": round(processor_us(server_pid) or 0),
             "messages": num_messages,
-            **(manager.batcher.waits if session and session.reserve_tokens else {"exact": num_messages}),
+            **(manager.calls.waits if session and session.reserve_tokens else {"exact": num_messages}),
         }
 
     def close(self) -> None:

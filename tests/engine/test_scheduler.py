@@ -169,6 +169,15 @@ RESERVING = [
     and not (STATES in values.get("windows", ()) and "block_sizes" in values)  # hits end within blocks
 ]
 """Kinds in which running requests hold slots in reserve."""
+_REPRESENTATIVE = (
+    "first_come",
+    "a_step_ahead",
+    "without_caching",
+    "windows",
+    "sizes",
+    "images_a_step_ahead",
+    "states_a_step_ahead",
+)
 
 
 def counts_of(step: Any) -> Any:
@@ -182,7 +191,7 @@ def counts_of(step: Any) -> Any:
     return {**step, **counted}
 
 
-@_kinds(RESERVING, ("first_come", "a_step_ahead", "without_caching", "windows", "sizes", "images_a_step_ahead"))
+@_kinds(RESERVING, _REPRESENTATIVE)
 def test_with_slots_in_reserve_a_step_schedules_the_same_tokens(kind: str, address: str, tmp_path: Path) -> None:
     """With the same preemptions and hits, if blocks suffice. If not, what is evicted may differ, and so the rest."""
     preemptions, num_different = [0, 0], 0
