@@ -87,7 +87,7 @@ test-vllm-own: $(OWN_TESTS)/installed $(NEWER_VLLM)/installed ## vLLM's own unit
 	PYTHONPATH=$(CURDIR)/$(NEWER_VLLM) VLLM_TARGET_DEVICE=cpu .venv-vllm-engine/bin/python tests/engine/own/run.py \
 	    $(NEWER_VLLM)/own-tests --depth $(or $(DEPTH),all) $(OWN)
 
-measure: .venv-vllm-engine/installed ## Figures of docs/ with vLLM engines: PROGRAM="measure_lending chats", restarts, kills, upgrade; or bench_scheduler
+measure: .venv-vllm-engine/installed ## Figures of docs/ with vLLM engines: PROGRAM="measure_lending chats", restarts, kills, upgrade; measure_engines; bench_scheduler
 	PYTHONPATH=tests .venv-vllm-engine/bin/python -m engine.$(or $(PROGRAM),measure_lending)
 
 gpu-kit: .venv/installed ## Write .gpu-kit: what tests/gpu needs on a machine with a GPU, x86-64, Python 3.12 and torch, but no index

@@ -2,9 +2,9 @@
 
     python -m support.delay DELAY_US PORT...
 
-Listens on the ports of 127.0.0.2 and forwards to the same ports of 127.0.0.1. A client that is told to use another port
-of its server therefore reaches that port through the proxy, too. Bytes that arrive while earlier ones are delayed wait
-for these first. Threads sleep in place of an event loop, whose timers have a resolution of a millisecond.
+Listens on the ports of 127.0.0.2 and forwards to the same ports of 127.0.0.1. A client that learns another port of its
+server therefore reaches that port through the proxy, too. Bytes that arrive while earlier ones are delayed wait for
+these first. Threads sleep in place of an event loop, whose timers have a resolution of a millisecond.
 """
 
 import contextlib

@@ -217,7 +217,9 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 "pool": session.config.name,
                 "session": session.session_number,
                 "rounds": self.kv_cache_manager.batcher.num_rounds,
-                **{f"waits_{cause}": calls.waits[cause] for cause in ("admission", "decode", "background")},
+                "waits_admission": calls.waits["admission"],
+                "waits_decode": calls.waits["decode"],
+                "waits_background": calls.waits["background"],
             },
         )
         try:

@@ -20,6 +20,8 @@ A state covers all tokens before it, so a hit needs one. The numbers continue th
     ends behind it leaves the state before the step there, so this block is never cached. Drafts are no such step: the
     engine writes the state at a boundary that accepted drafts reach or pass. A request cannot go back to before a
     cached state.
+12. Slots in reserve are further blocks behind the state, one per span of tokens. Decodes on credit write them one after
+    the other. A step of many tokens that passes a block in reserve writes no state into it, so it stays uncached.
 """
 
 from collections.abc import Sequence
