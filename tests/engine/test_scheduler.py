@@ -214,6 +214,20 @@ def test_with_slots_in_reserve_a_step_schedules_the_same_tokens(kind: str, addre
     assert 0.6 < (preemptions[1] + 10) / (preemptions[0] + 10) < 1.6, preemptions
 
 
+def test_requests_of_the_first_round_do_not_hit_its_states(address: str, tmp_path: Path) -> None:
+    setup = Setup(windows=(0, STATES))
+    drivers = [
+        Engine(address, "first", tmp_path, setup, reserve_tokens=-1).driver,
+        Driver(make_scheduler(Plain, setup, tmp_path), setup),
+    ]
+    for driver in drivers:
+        for i in range(6):
+            driver.add(f"r{i}", [*range(40), i, *range(9)], 5)
+    served, plain = [driver.step() for driver in drivers]
+    assert served["tokens"] == plain["tokens"]
+    assert {num_computed for _, num_computed, _ in served["new"]} == {0}
+
+
 def test_the_scheduler_class_follows_the_configuration(address: str, tmp_path: Path) -> None:
     assert type(Engine(address, "kinds", tmp_path).scheduler) is Scheduler
     ahead = Engine(address, "kinds.ahead", tmp_path, Setup(is_async=True)).scheduler

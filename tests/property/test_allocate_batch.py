@@ -107,7 +107,7 @@ def admission(pair: Pair, at: int, number: int, rng: Random) -> Row:
         "block_hashes": pair.hashes(at, number, 0, num_tokens),
         "request_ids": [f"r{number}"],
         "num_new_tokens": rng.choice([0, 0, 3]),
-        "delay_cache_blocks": rng.random() < 0.1,
+        "delay_cache_blocks": rng.random() < 0.1 and not pair.sessions[at][0].reserve_tokens,
         "full_sequence_must_fit": rng.random() < 0.3,
         "num_watermark_blocks": rng.choice([0, 0, 2]),
     }
@@ -166,7 +166,7 @@ def round_of(pair: Pair, at: int, next_number: int, rng: Random) -> tuple[dict[s
     if rng.random() < 0.1:  # drafts that were rejected
         for row, number in zip(decodes, decoding, strict=True):
             row["num_rejected_tokens"] = rng.randint(0, session.by_number[number].num_computed_tokens // 2)
-            row["delay_cache_blocks"] = rng.random() < 0.3
+            row["delay_cache_blocks"] = rng.random() < 0.3 and not session.reserve_tokens
     if rng.random() < 0.1:
         for row in decodes:
             row["num_in_flight_tokens"] = rng.randint(0, 9)

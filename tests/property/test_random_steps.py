@@ -409,6 +409,8 @@ class RandomSteps(RuleBasedStateMachine):
                 reserve_tokens = scheduler.session.reserve_tokens
                 operation = row.operation if row.wild else tamed(row, requests[number], reserve_tokens)
                 self.put(step, row, operation, number, requests[number])
+        if scheduler.session.reserve_tokens:
+            step.delay_cache_blocks.clear()
         return step, requests
 
     def put(  # noqa: PLR0913 - what a row is

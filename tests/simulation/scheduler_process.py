@@ -224,7 +224,7 @@ class SchedulerProcess:
             running.is_delayed = False
             step.cache_blocks(request, request.num_computed_tokens)
             return []
-        running.is_delayed = random.random() < 0.1
+        running.is_delayed = random.random() < 0.1 and not self._reserves
         num_computed = request.num_computed_tokens
         left = request.num_tokens - num_computed
         num_in_flight = num_computed - self._computed.get(request.request_id, 0)

@@ -17,7 +17,7 @@ REPORT_STEPS: Final = 4
 """Steps between two reports of full blocks. More would let other sessions find them later; fewer need more messages."""
 
 Spans = Sequence[tuple[int, int, int]]
-"""Of each group with a slot per token: its index, its tokens per block, and its number of blocks without tokens."""
+"""Of each group whose blocks belong to tokens: its index, tokens per block, and number of blocks without tokens."""
 
 
 def hand_over(request: Request, spans: Spans, num_tokens: int) -> list[list[int]]:

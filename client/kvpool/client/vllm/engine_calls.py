@@ -207,6 +207,7 @@ class EngineCalls:
         """Makes a step before the first round, so that it can be named as launched."""
         if not self._launched:
             self.builder.evict_blocks(())
+            self.deliver_all()
             self.end_round()
 
     def end_round(self) -> int:

@@ -63,6 +63,7 @@ class StepBatcher:
     def begin(self) -> None:
         """Starts a round: sends its predicted calls."""
         self.num_rounds += 1
+        self._grants.clear()  # of a round that an error has ended
         if self._marks_start:
             self._calls.mark_start()
         self.tokens_left = self.predictor.max_tokens

@@ -376,6 +376,8 @@ class GroupManager:
         if not count:
             return []
         surplus = table.block_ids[: -count - 1 : -1]
+        if self.has_gaps:
+            surplus = [block_id for block_id in surplus if block_id]
         table.block_ids = table.block_ids[:-count]  # not in place: see BlockTable
         table.num_cached = min(table.num_cached, len(table.block_ids))  # tokens of cached blocks may have been rejected
         self._pool.free_blocks(self.group_id, surplus)

@@ -447,7 +447,8 @@ class KVCacheManager:
             return False
         writer = request.session_number
         session = self.sessions.get(writer)  # none for a request of a program that uses this manager alone
-        launched = (session.launched_sequence if session else None) or ids.StepNumber(sequence - 1)
+        launched = max(session.launched_sequence, session.executed_sequence) if session else None
+        launched = launched or ids.StepNumber(sequence - 1)
         is_read_after = self.state_readers.is_read_after
         return any(
             self.blocks.prefix_map.is_filled_after(manager.map_id(request), blocks[-1], launched, writer)

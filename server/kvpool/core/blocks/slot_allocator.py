@@ -8,7 +8,8 @@
 5. Reserved and watermark blocks count against the blocks that are available to the session. With a quota, the session
    allocates as if those blocks were its own pool.
 6. Slots in reserve are allocated only if `reserve_floor_blocks` are still available afterwards, so that each running
-   request of the pool can get its next block. All of a request's reserve is allocated, or none.
+   request of the pool can get its next block. All of a request's reserve is allocated, or none. In pools with states,
+   a request has none before the step that ends its prompt.
 """
 
 from collections.abc import Sequence
@@ -166,7 +167,8 @@ class SlotAllocator:
             The counts; their answer; and the number of tokens to whose end they extend the tables of states.
         """
         end_tokens, num_slots = ends
-        if not request.reserve_tokens:
+        # The next step of a prompt would pass by a state in reserve.
+        if not request.reserve_tokens or (self._of_states and end_tokens < request.num_tokens):
             return counts, found, end_tokens
         num_slots = min(num_slots, self._max_tokens)
         more = [
@@ -347,7 +349,9 @@ class SlotAllocator:
         num_blocks = -num_copies  # whose sources it needs for a step only
         for manager in self._managers:
             i = manager.group_id
-            # A window frees those behind it when the steps in flight have run.
-            held = request.tables[i].block_ids[manager.num_skipped_blocks(request.num_computed_tokens) :]
+            table, num_tokens = request.tables[i], request.num_computed_tokens
+            # A window frees those behind it when the steps in flight have run, and a step can pass states in reserve.
+            end = len(table.block_ids) - (manager.num_surplus_blocks(table, num_tokens) if manager.has_gaps else 0)
+            held = table.block_ids[manager.num_skipped_blocks(num_tokens) : end]
             num_blocks += len({*held, *hit[i]} - {NULL_BLOCK}) + max(counts[i], 0)
         self.refused_for_ever = num_blocks > self._quotas.max_blocks_for(request.holding)

@@ -289,6 +289,8 @@ class _StepReader:
         row.is_new = declares
         row.num_new_tokens, row.num_lookahead_tokens = new, lookahead
         row.num_encoder_tokens, row.delay_cache_blocks = encoder, delay
+        if delay and request.reserve_tokens:  # a report would cache them
+            raise InvalidArgumentError(f"delay_cache_blocks[{i}]", "needs a session without reserve_tokens")
         if appended:
             self._read_appended(i, row, appended)
         if taken:

@@ -95,6 +95,14 @@ def test_a_hit_waits_for_a_step_that_ends_a_prompt_from_its_state(*, shares: boo
         assert world.run(session, Operation.ADMIT, request_numbers=[2], launched_sequence=2).outcomes == []
 
 
+def test_a_hit_waits_for_no_step_that_was_executed() -> None:
+    """Also if the session has reported none of the latest steps as launched."""
+    world, session = opened(specs=[FULL, STATES], retention_tokens=None)
+    world.declare(session, Operation.ALLOCATE, 1, "a", 10, num_new_tokens=[8])
+    world.allocate(session, 1, 2, launched_sequence=1)
+    assert world.admit(session, 2, "a", 12, executed=2, launched_sequence=3).outcomes == []
+
+
 def test_external_tokens_are_refused() -> None:
     world, session = opened(specs=[FULL, STATES])
     with world.refuses(field="num_external_tokens[0]", match="states at the ends of steps"):

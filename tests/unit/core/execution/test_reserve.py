@@ -207,6 +207,26 @@ def test_a_reserve_stays_within_quotas() -> None:
     assert world.allocate(unlimited, 1, 1).outcomes == [Outcome.NO_BLOCKS]
 
 
+def test_states_in_reserve_begin_with_the_step_that_ends_a_prompt() -> None:
+    """The next step of the prompt would pass by an earlier one, which is lacking then."""
+    world = World(19, specs=STATES, enable_caching=False)
+    session = world.open(reserve_tokens=4)
+    world.admit(session, 1, "", 64, num_new_tokens=[36])
+    assert tables(session)[1] == [0] * 8 + [10]
+    assert world.allocate(session, 1, 28).outcomes == []
+
+
+@pytest.mark.parametrize("max_blocks", [0, 50])
+def test_gaps_between_states_are_not_given_back(max_blocks: int) -> None:
+    """Here rejected tokens reach back over a gap."""
+    world = World(60, specs=STATES, enable_caching=False)
+    session = world.open(reserve_tokens=4, quota=Quota(max_blocks=max_blocks))
+    world.admit(session, 1, "", 40, num_new_tokens=[5])
+    world.allocate(session, 1, 20)
+    reserve(world, session, 1, 0, num_rejected_tokens=[15])
+    assert tables(session)[1][3:] == []
+
+
 def test_pools_where_states_of_drafts_move_have_no_reserves() -> None:
     moving = MambaSpec(4, only_step_ends=True, num_speculative_blocks=1)
     assert World(specs=(FullAttentionSpec(4), moving)).open(reserve_tokens=8).reserve_tokens == 0
@@ -270,6 +290,12 @@ def test_reports_that_are_refused(case: str) -> None:
     world.run(session, APPEND, request_numbers=[2], num_appended_tokens=[3], request_ids=["waiting"])
     with world.refuses(kind, field=field):
         world.run(session, RESERVE, request_numbers=[number], **columns)
+
+
+def test_sessions_with_a_reserve_do_not_delay_caching() -> None:
+    world, session = holding()
+    with world.refuses(field="delay_cache_blocks[0]"):
+        world.allocate(session, 1, 1, delay_cache_blocks=[True])
 
 
 def test_sessions_without_a_reserve_report_none(world: World) -> None:
