@@ -315,7 +315,8 @@ class _Application:
             self._pool.cache_blocks(request, row.num_new_tokens, sequence=sequence)
             if sequence <= session.executed_sequence:
                 self._pool.blocks.prefix_map.pending.publish(session.session_number, session.executed_sequence)
-            request.credit_tokens = self._pool.credit_tokens(request)
+            if request.holds_blocks:
+                request.credit_tokens = self._pool.credit_tokens(request)
 
     def preempt(self, _: int, row: Row) -> None:
         self._withdraw_pending(row.request)

@@ -139,6 +139,13 @@ def test_a_changed_hit_gives_no_credit(world: World, session: Session) -> None:
     assert (result.outcomes, result.credit_tokens) == ([Outcome.HIT_CHANGED], [])
 
 
+def test_a_request_without_blocks_has_no_credit() -> None:
+    """Also if its tables begin with blocks for the states of drafts."""
+    world, session = opened(num_blocks=40, specs=[MambaSpec(BLOCK_SIZE, num_speculative_blocks=2)])
+    world.declare(session, APPEND, 1, "a", 4)
+    assert world.run(session, CACHE, request_numbers=[1]).credit_tokens == []
+
+
 def test_pools_with_states_at_the_ends_of_steps_give_no_credit() -> None:
     world, session = opened(
         num_blocks=40, specs=[FullAttentionSpec(BLOCK_SIZE), MambaSpec(BLOCK_SIZE, only_step_ends=True)]
