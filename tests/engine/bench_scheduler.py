@@ -107,7 +107,7 @@ class Load:
         """Runs and measures steps."""
         self.counts.subtract(self._counters(server_pid))
         self.times += [self.step() for _ in range(STEPS)]
-        time.sleep(0.02)  # until the server has handled the last message
+        time.sleep(0.02)  # lets the server handle a message in the background, whose time counts
         self.counts.update(self._counters(server_pid))
 
     def figures(self) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def run(address: str, way: str, setup: dict[str, Any], requests: Requests, at_on
 
 
 def hits(path: Path, given: argparse.Namespace, address: str) -> dict[str, Any]:
-    """Plays a trace each way; tells the hit tokens of all that were looked up."""
+    """Plays a trace each way; returns the share of the tokens looked up that were hit."""
     trace = read_trace(path, given.requests)
     num_tokens = trace[0].id_tokens * len({each for request in trace for each in request.hash_ids})
     num_blocks, running = int(given.share * num_tokens / BLOCK_TOKENS), given.running or 64

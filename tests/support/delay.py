@@ -40,7 +40,7 @@ def main(delay_us: str, *ports: str) -> None:
     ctypes.CDLL(None).prctl(29, 1, 0, 0, 0)
     for listener in [socket.create_server((CLIENTS, int(port))) for port in ports]:
         threading.Thread(target=_accept, args=(listener, float(delay_us) / 1e6)).start()
-    print("listening", file=sys.stderr, flush=True)  # noqa: T201
+    print("listening", file=sys.stderr, flush=True)  # noqa: T201 - who starts it waits for this
 
 
 if __name__ == "__main__":

@@ -158,6 +158,8 @@ class SessionProtocol:
         Raises:
             KvpoolError: As `encode`.
         """
+        if self._over or builder.round_number != self._round_number or (self._unanswered and not self.is_in_background):
+            raise self._refusal()
         reports = not self._reserve_tokens
         if builder.on_credit and not reports:
             reports = self._is_report_due
@@ -167,8 +169,6 @@ class SessionProtocol:
                 self._gives_back = False
         if builder.rows:
             return False
-        if self._over or builder.round_number != self._round_number or (self._unanswered and not self.is_in_background):
-            raise self._refusal()
         executed = builder.step.executed_sequence
         if builder.on_credit and not lease_timer.is_fresh:
             return False

@@ -188,7 +188,7 @@ class StepBuilder:
         if num_lookahead_tokens < 0:
             raise _negative_lookahead(num_lookahead_tokens)
         must_send = rejected or computed or num_encoder_tokens or request.num_prompt_tokens
-        must_send = must_send or (self._format.has_gaps and num_new_tokens > 1)  # a step that passes states by
+        must_send = must_send or (self._format.has_gaps and num_new_tokens > 1)  # it may skip states
         # On credit no block slides out of a window before a report, which contains the number of tokens in flight.
         must_send = must_send or (
             options is not DEFAULT_OPTIONS and replace(options, num_in_flight_tokens=0) != DEFAULT_OPTIONS

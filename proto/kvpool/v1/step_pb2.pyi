@@ -322,7 +322,9 @@ class Step(_message.Message):
 
     @_builtins.property
     def delay_cache_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """Column: whether to leave the new full blocks uncached until OPERATION_CACHE."""
+        """Column: whether to leave the new full blocks uncached until OPERATION_CACHE. Refused in a session with
+        reserve_tokens.
+        """
 
     @_builtins.property
     def num_external_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -463,7 +465,9 @@ class StepResult(_message.Message):
         """Column: number of computed tokens that the operation's request can reach on credit. Up to there its tokens take slots
         in blocks that it holds, fill no block and leave none behind a window, so that nothing has to be allocated. Most
         decodes are of this kind; the client counts them, and reports them in Step.num_taken_tokens. The credit ends with
-        the next operation on the request, whose result holds the new one. 0 in pools with a state that steps overwrite.
+        the next operation on the request, whose result holds the new one. 0 in pools with states that are kept at the ends
+        of steps only. In a session with reserve_tokens, of any pool, the credit goes up to the last slot; a step of several
+        tokens that passes the end of such a state needs an operation.
         """
 
     @_builtins.property

@@ -232,7 +232,7 @@ class OpenSession(Command[SessionOpened]):
             equal hash; empty for the namespace of sessions without one.
         weights_version: Weights with which the engine computes; see `SetWeightsVersion`.
         memory_id: The memory that holds the engine's tensors, see `memory_identity`; empty if not given.
-        reserve_tokens: See `Session`. None are reserved in a pool without credit.
+        reserve_tokens: See `Session`. It has none in a pool that reserves no slots.
 
     Raises:
         InvalidArgumentError: The client's name, the key, the memory, the weights version or the quota is out of range,

@@ -232,6 +232,21 @@ def test_decodes_wait_for_no_message_while_the_reserve_lasts(*, batches: bool) -
     assert sum(step.num_credit_allocations for step in sent) + session._protocol._num_on_credit <= 60
 
 
+def test_a_step_that_is_outdated_reports_nothing() -> None:
+    """So what is due is reported by the next step."""
+    session = opened(pool())
+    request, other = running(session, num_tokens=6), running(session, "other", 1)
+    for _ in range(REPORT_STEPS - 2):
+        decode(session, request)
+    outdated, newer = session.new_step(), session.new_step()
+    outdated.decode([request], [1])
+    newer.decode([other], [1])
+    session.send(newer)
+    with pytest.raises(WrongStateError, match="another step"):
+        session.send(outdated)
+    assert not outdated.rows
+
+
 def test_other_sessions_find_full_blocks_after_execution() -> None:
     """Within the steps between two reports, each for the blocks and for the execution; a free is reported at once."""
     transport = pool()

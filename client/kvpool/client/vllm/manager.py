@@ -38,8 +38,8 @@ class KVCacheManager:
 
     Attributes:
         session: The engine's session.
-        calls: The calls to the session.
-        batcher: Batches them.
+        calls: Sends calls to the session.
+        batcher: Predicts the calls of a round, and batches them.
         events: Publishes the pool's events, if the engine publishes events.
         empty_kv_cache_blocks: Represents no blocks.
         block_pool: Frees blocks later.

@@ -16,11 +16,11 @@ from vllm.v1.request import Request as EngineRequest
 
 from kvpool.client.request import Request
 from kvpool.client.results import Answer
+from kvpool.client.step_builder import StepFormat
 from kvpool.client.vllm.batched_requests import BatchedRequests, Grant
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.engine_calls import EngineCalls
 from kvpool.client.vllm.schedule_predictor import SchedulePredictor
-from kvpool.core.specs.kinds import allocation_spec, has_gaps
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
 
@@ -58,7 +58,7 @@ class StepBatcher:
         self._grants: dict[str, Grant] = {}  # of running requests
         self._zeroes = bool(scheduler.needs_kv_cache_zeroing)
         self._look_ahead = _FIRST_LOOK_AHEAD
-        self._marks_start = any(has_gaps(allocation_spec(group.spec)) for group in config.groups)
+        self._marks_start = StepFormat.of(config).has_gaps
 
     def begin(self) -> None:
         """Starts a round: sends its predicted calls."""

@@ -175,7 +175,8 @@ class SlotAllocator:
             manager.num_missing_blocks(table, num_slots, num_encoder_tokens) - len(blocks)
             for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True)
         ]
-        for states in self._of_states:  # a step takes blocks for its last states only, see `StateManager`
+        # A step needs blocks only for the last states that it writes, not for all of its tokens: see `StateManager`.
+        for states in self._of_states:
             i = states.group_id
             missing = states.num_missing_blocks(request.tables[i], end_tokens, 0) - len(hit[i])
             more[i] -= max(missing, 0) - max(counts[i], 0)

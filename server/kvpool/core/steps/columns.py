@@ -89,7 +89,7 @@ class Step:
         num_lookahead_tokens: Column: tokens after the new ones for which to allocate slots. RESERVE: tokens after the
             computed ones for which the request should hold slots; it frees the blocks after these.
         num_encoder_tokens: Column: output tokens of the request's encoder, which take slots in cross-attention groups.
-        delay_cache_blocks: Column: leave full blocks uncached until CACHE.
+        delay_cache_blocks: Column: leave full blocks uncached until CACHE. Not in a session with slots in reserve.
         num_external_tokens: Column: see `AllocationOptions`, also for the next four.
         num_in_flight_tokens: Column.
         num_reserved_blocks: Column.
@@ -148,7 +148,7 @@ class StepResult:
         shared_prefix_boundary_tokens: Column: see `Request`; in pools with states at the ends of steps only (LOOKUP,
             changed hit).
         credit_tokens: Column: number of computed tokens that the request can reach without an operation, see
-            `KVCacheManager.credit_tokens`; 0 in pools without credit.
+            `KVCacheManager.credit_tokens`; 0 without credit.
         num_prefix_blocks: Column, per operation and group: blocks of the hit; COMMON_PREFIX: only the number.
         num_new_blocks: Column, per operation and group: new blocks.
         block_ids: Queue: for each operation the blocks of the hit by group, then the new blocks by group.
