@@ -45,6 +45,10 @@ async def test_a_flood_of_connections_is_bounded_and_keeps_no_standby_out(
     async with servers_of_a_shard(tmp_path, 1, store, server_tls=server_tls) as (primary,):
         address = host_and_port("replication_address", primary.shard.me.replication_address)
         standby = ReplicaServer(tmp_path / "joins", store, client_tls=client_tls)
+        # Of a flood that is refused at once, no count need see a connection: one that stays shows that it counts.
+        _, writer = await asyncio.open_connection(*address)
+        await until(lambda: num_connections(address[1]) == 1)
+        writer.close()
         with flooded(address, first_bytes, NUM_OPEN) as flood:
             most = 0
 
@@ -59,7 +63,7 @@ async def test_a_flood_of_connections_is_bounded_and_keeps_no_standby_out(
                 await until(lambda: primary.num_in_sync() == 2)
             finally:
                 await standby.die()
-        assert 0 < most <= MAX_HANDSHAKES + MAX_PENDING + 8
+        assert most <= MAX_HANDSHAKES + MAX_PENDING + 8
         await until(lambda: num_connections(address[1]) == 0)
 
 
