@@ -304,6 +304,7 @@ class PoolConfig(_message.Message):
     PARTIAL_HITS_FIELD_NUMBER: _builtins.int
     NUM_REPREFILLABLE_TOKENS_FIELD_NUMBER: _builtins.int
     SHARES_READ_STATES_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name of the pool: 1 to 128 letters, digits, '.', '_', '-' or '/'."""
     num_blocks: _builtins.int
@@ -364,6 +365,11 @@ class PoolConfig(_message.Message):
     """Whether a hit can end with a state from which a step of the same round ends a prompt, as in vLLM since 0.33. Absent: the
     request waits for the next round, as in 0.32.
     """
+    num_host_blocks: _builtins.int
+    """Number of blocks in the second tier, host memory, below 2^31: ids [num_blocks, num_blocks + num_host_blocks) name them. A
+    cached block keeps its contents there when the blocks of the first tier are allocated again. The engine makes the copies:
+    see StepResult.copied_block_ids. Pools of ranks get it from what the ranks register. Absent: there is no second tier.
+    """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvCacheGroup]:
         """The layers by group: 1 to 256 groups of any kinds, at most 4096 layers. The blocks of the groups may cover up to 8
@@ -397,10 +403,11 @@ class PoolConfig(_message.Message):
         partial_hits: _builtins.bool = ...,
         num_reprefillable_tokens: _builtins.int = ...,
         shares_read_states: _builtins.bool = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "hash_scheme", b"hash_scheme", "retention_tokens", b"retention_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "keeps_block_before_boundary", b"keeps_block_before_boundary", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "num_reprefillable_tokens", b"num_reprefillable_tokens", "partial_hits", b"partial_hits", "prefix_match_unit", b"prefix_match_unit", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "shares_read_states", b"shares_read_states", "use_eagle", b"use_eagle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens", "allow_too_few_blocks", b"allow_too_few_blocks", "dcp_world_size", b"dcp_world_size", "disable_caching", b"disable_caching", "enable_events", b"enable_events", "groups", b"groups", "hash_scheme", b"hash_scheme", "keeps_block_before_boundary", b"keeps_block_before_boundary", "max_in_flight_tokens", b"max_in_flight_tokens", "max_model_len", b"max_model_len", "name", b"name", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "num_reprefillable_tokens", b"num_reprefillable_tokens", "partial_hits", b"partial_hits", "prefix_match_unit", b"prefix_match_unit", "retention_tokens", b"retention_tokens", "reuse_order", b"reuse_order", "shares_read_states", b"shares_read_states", "use_eagle", b"use_eagle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__retention_tokens: _TypeAlias = _typing.Literal["retention_tokens"]  # noqa: Y015
     _WhichOneofArgType__retention_tokens: _TypeAlias = _typing.Literal["_retention_tokens", b"_retention_tokens"]  # noqa: Y015

@@ -499,11 +499,18 @@ class StepResult(_message.Message):
 
     @_builtins.property
     def copied_block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Queue: the blocks to copy before any layer of the step runs, in pools with partial_hits: for each copy its group, the
-        source and the target. In a hit that ends within a block the target is the first new block of the group. It takes the
+        """Queue: the blocks to copy before any layer of the step runs, in this order, in pools with partial_hits or a second
+        tier: for each copy its group, the source and the target. With partial_hits:
+        In a hit that ends within a block the target is the first new block of the group. It takes the
         place of the hit's last block in the request's table. A state that ends the cached part of a prompt within a block is
         copied by the next step of its request: the target keeps what is cached, and is in no table. Both blocks of a copy are
         held until the session reports the step as launched (Step.launched_sequence) or, if it never does, until its next step.
+        With a second tier (PoolConfig.num_host_blocks), ids from num_blocks on are blocks of host memory. The hit of a look-up
+        can contain them. The hit of an admission contains the blocks that they are copied to in their place; an allocation with
+        such a promised hit answers it again, with those (num_prefix_blocks). A step that takes blocks also copies some free
+        blocks of the first tier to host memory. Of such a copy, the target is found by other sessions when the step is reported
+        as executed, and nothing else writes to the source or the block in host memory before. A session that gives up a copy
+        must evict its target (OPERATION_EVICT) before it reports the step or a later one as executed.
         """
 
     def __init__(

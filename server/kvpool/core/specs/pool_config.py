@@ -146,6 +146,7 @@ class PoolConfig:
             states, of which the engine then makes a copy. As vLLM with states at the ends of steps.
         shares_read_states: Whether a hit can end with a state from which a step of the same round ends a prompt. As
             vLLM 0.33.
+        num_host_blocks: Number of blocks in host memory, whose ids follow those of the others; 0 for no second tier.
     """
 
     name: PoolName
@@ -166,6 +167,7 @@ class PoolConfig:
     prefix_match_unit: int = 0
     partial_hits: bool = False
     shares_read_states: bool = False
+    num_host_blocks: int = 0
 
     def check(self) -> None:
         """Checks every number.
@@ -179,6 +181,7 @@ class PoolConfig:
         check_range("config.dcp_world_size", self.dcp_world_size, 1, 1024)
         check_range("config.max_in_flight_tokens", self.max_in_flight_tokens, 0, MAX_TOKENS)
         check_range("config.num_reprefillable_tokens", self.num_reprefillable_tokens, 0, MAX_LOOKAHEAD_TOKENS)
+        check_range("config.num_host_blocks", self.num_host_blocks, 0, MAX_BLOCKS if self.enable_caching else 0)
         self.hash_scheme.check()
         self._check_groups()
         self._check_retention()
@@ -267,6 +270,11 @@ class PoolConfig:
                     raise InvalidArgumentError(f"{where}[{j}]", f"{name!r} occurs twice")
                 names.add(name)
             check_range(where, len(names), 0, MAX_LAYERS)
+
+    @property
+    def num_ids(self) -> int:
+        """Number of block ids, of both tiers."""
+        return self.num_blocks + self.num_host_blocks
 
     @property
     def spans_tokens(self) -> tuple[int, ...]:
