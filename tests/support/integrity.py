@@ -67,13 +67,15 @@ def _check_steps_in_flight(pool: KVCacheManager, sessions: list[Session]) -> Non
 
 
 def _check_quarantine(pool: KVCacheManager, quarantined: list[Session]) -> None:
+    host = pool.blocks.host
     held: set[BlockId] = set()
     for session in quarantined:
         blocks = {b for r in session.requests.values() for t in r.tables for b in t.held_block_ids}
-        blocks |= {block_id for copy in session.copies for block_id in (copy.source, copy.target)}
+        blocks |= {block_id for copy in session.copies for block_id in copy.held_block_ids}
         each = pool.quarantine.find(session.session_number)
         blocks |= {b for _, freed in each.freed for b in freed} if each else set()
-        require(bool(blocks), f"session {session.session_number} is in quarantine without blocks")
+        copies = any(use.session_number == session.session_number for use in host.uses) if host else False
+        require(copies or bool(blocks), f"session {session.session_number} is in quarantine without blocks")
         held |= blocks
     counted = pool.quarantine.num_blocks
     require(counted == len(held), f"{counted} blocks are counted in quarantine, not {len(held)}")
@@ -107,7 +109,7 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
             continue
         tables = [table for request in session.requests.values() for table in request.tables]
         counts = Counter(b for table in tables for b in table.held_block_ids)
-        counts.update(block_id for copy in session.copies for block_id in (copy.source, copy.target))
+        counts.update(block_id for copy in session.copies for block_id in copy.held_block_ids)
         counts.update(list(pool.in_flight.kept.get(session.session_number, ())))
         require(counts == holding.counts, f"{where}: held and counted blocks differ")
         require(holding.uncovered.keys() <= counts.keys(), f"{where}: uncovered blocks that it does not hold")
@@ -137,7 +139,7 @@ def _check_quotas(pool: KVCacheManager, sessions: list[Session], owners: Counter
 
 def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None:
     prefix_map = pool.blocks.prefix_map
-    hashed = [b for b in map(BlockId, range(pool.blocks.num_blocks)) if pool.blocks.block_hash(b) is not None]
+    hashed = [b for b in map(BlockId, range(pool.config.num_ids)) if pool.blocks.block_hash(b) is not None]
     mapped = list(prefix_map.entries())
     by_block = {block_id: group_id for group_id, _, block_id in mapped}
     require(len(hashed) == len(by_block) == len(prefix_map), "hashed, mapped and counted blocks differ")

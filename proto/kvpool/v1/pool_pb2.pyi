@@ -431,6 +431,7 @@ class PrefixCacheCounters(_message.Message):
     PREEMPTED_HITS_TOKENS_FIELD_NUMBER: _builtins.int
     RESETS_FIELD_NUMBER: _builtins.int
     SHARED_HITS_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_HITS_TOKENS_FIELD_NUMBER: _builtins.int
     requests: _builtins.int
     """Number of look-ups."""
     queries_tokens: _builtins.int
@@ -447,6 +448,8 @@ class PrefixCacheCounters(_message.Message):
     """Number of resets of the prefix cache."""
     shared_hits_tokens: _builtins.int
     """Number of tokens, of hits_tokens and preempted_hits_tokens, in blocks filled by another session."""
+    host_hits_tokens: _builtins.int
+    """Number of tokens, of hits_tokens and preempted_hits_tokens, in blocks of host memory, of the group with most of them."""
     def __init__(
         self,
         *,
@@ -458,10 +461,11 @@ class PrefixCacheCounters(_message.Message):
         preempted_hits_tokens: _builtins.int = ...,
         resets: _builtins.int = ...,
         shared_hits_tokens: _builtins.int = ...,
+        host_hits_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits_tokens", b"hits_tokens", "preempted_hits_tokens", b"preempted_hits_tokens", "preempted_queries_tokens", b"preempted_queries_tokens", "preempted_requests", b"preempted_requests", "queries_tokens", b"queries_tokens", "requests", b"requests", "resets", b"resets", "shared_hits_tokens", b"shared_hits_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hits_tokens", b"hits_tokens", "host_hits_tokens", b"host_hits_tokens", "preempted_hits_tokens", b"preempted_hits_tokens", "preempted_queries_tokens", b"preempted_queries_tokens", "preempted_requests", b"preempted_requests", "queries_tokens", b"queries_tokens", "requests", b"requests", "resets", b"resets", "shared_hits_tokens", b"shared_hits_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,6 +586,48 @@ class MissCount(_message.Message):
 Global___MissCount: _TypeAlias = MissCount  # noqa: Y015
 
 @_typing.final
+class HostMemoryInfo(_message.Message):
+    """The second tier of a pool, host memory. Its counters start when the pool is created."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
+    USED_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPIED_OUT_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPIED_IN_BLOCKS_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    cached_blocks: _builtins.int
+    """Number of blocks that can be hit there, those included that can be hit in the first tier, too."""
+    used_blocks: _builtins.int
+    """Number of blocks that copies may be reading or writing."""
+    copied_out_blocks: _builtins.int
+    """Blocks that steps copied to host memory."""
+    copied_in_blocks: _builtins.int
+    """Blocks that steps copied from host memory, of hits."""
+    evicted_blocks: _builtins.int
+    """Cached blocks of host memory that others replaced."""
+    lost_blocks: _builtins.int
+    """Cached blocks of the first tier that allocations evicted before they were copied."""
+    def __init__(
+        self,
+        *,
+        cached_blocks: _builtins.int = ...,
+        used_blocks: _builtins.int = ...,
+        copied_out_blocks: _builtins.int = ...,
+        copied_in_blocks: _builtins.int = ...,
+        evicted_blocks: _builtins.int = ...,
+        lost_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "copied_in_blocks", b"copied_in_blocks", "copied_out_blocks", b"copied_out_blocks", "evicted_blocks", b"evicted_blocks", "lost_blocks", b"lost_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HostMemoryInfo: _TypeAlias = HostMemoryInfo  # noqa: Y015
+
+@_typing.final
 class GroupInfo(_message.Message):
     """The current state of a group of a pool."""
 
@@ -600,7 +646,7 @@ class GroupInfo(_message.Message):
     used_blocks: _builtins.int
     """Number of blocks held by requests or reserved for sinks; each counted once, however many requests share it."""
     cached_blocks: _builtins.int
-    """Number of blocks that can be hit."""
+    """Number of blocks of the first tier that can be hit."""
     allocated_blocks: _builtins.int
     """Blocks allocated since the pool was created."""
     evicted_blocks: _builtins.int
@@ -760,6 +806,7 @@ class PoolInfo(_message.Message):
     MEMORY_ID_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     WEIGHTS_VERSIONS_FIELD_NUMBER: _builtins.int
+    HOST_MEMORY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the pool. Increases whenever block contents can no longer be trusted. The first epoch of a pool is above
     all epochs that earlier servers may have used: `kvpool serve` starts at the number of seconds since the start of
@@ -768,7 +815,7 @@ class PoolInfo(_message.Message):
     free_blocks: _builtins.int
     """Number of free blocks, cached ones included, the null block excluded."""
     cached_blocks: _builtins.int
-    """Number of blocks that can be hit."""
+    """Number of blocks of the first tier that can be hit."""
     usage: _builtins.float
     """Fraction of the blocks, the null block excluded, held by requests or reserved for sinks, [0, 1]."""
     recent_hit_rate: _builtins.float
@@ -839,6 +886,10 @@ class PoolInfo(_message.Message):
         empty version if all sessions have none. Tokens of roles other than admin see those of their own namespace.
         """
 
+    @_builtins.property
+    def host_memory(self) -> Global___HostMemoryInfo:
+        """The second tier. Absent: config.num_host_blocks is 0."""
+
     def __init__(
         self,
         *,
@@ -867,10 +918,11 @@ class PoolInfo(_message.Message):
         memory_id: _builtins.str = ...,
         fingerprint: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         weights_versions: _abc.Iterable[_builtins.str] | None = ...,
+        host_memory: Global___HostMemoryInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "config", b"config", "prefix_cache", b"prefix_cache"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "config", b"config", "host_memory", b"host_memory", "prefix_cache", b"prefix_cache"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "fingerprint", b"fingerprint", "free_blocks", b"free_blocks", "groups", b"groups", "memory_id", b"memory_id", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "weights_versions", b"weights_versions", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "cached_blocks", b"cached_blocks", "config", b"config", "epoch", b"epoch", "event_sequence", b"event_sequence", "evicted_blocks", b"evicted_blocks", "fingerprint", b"fingerprint", "free_blocks", b"free_blocks", "groups", b"groups", "host_memory", b"host_memory", "memory_id", b"memory_id", "preemptions", b"preemptions", "prefix_cache", b"prefix_cache", "quarantined_blocks", b"quarantined_blocks", "quarantined_sessions", b"quarantined_sessions", "ranks", b"ranks", "recent_hit_rate", b"recent_hit_rate", "requests", b"requests", "reserved_blocks", b"reserved_blocks", "running_requests", b"running_requests", "sessions", b"sessions", "sink_blocks", b"sink_blocks", "state", b"state", "usage", b"usage", "weights_versions", b"weights_versions", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
+from kvpool.core.blocks.host_tier import HostTier
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import FIRST_SCOPE
 from kvpool.core.errors import InvalidArgumentError
@@ -16,7 +17,7 @@ from kvpool.core.ranks.messages import PoolState, RankInfo, RankState
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import KIND_NAMES, allocation_spec
-from kvpool.core.statistics import ActivityCounters, MissReason, PrefixCacheStats
+from kvpool.core.statistics import ActivityCounters, HostCounters, MissReason, PrefixCacheStats
 from kvpool.core.views.inspection import BlockState, held_blocks, state_of
 from kvpool.core.views.misses import MAX_LISTED_VERSIONS, GroupEnd, PromptEnd
 from kvpool.v1 import admin_pb2, pool_pb2
@@ -44,12 +45,17 @@ def pool_figures(
     """
     config, sessions = pool.config, pool.sessions.values()
     versions = {each.weights_version for each in sessions if namespace in (None, each.namespace)}
-    hides_scopes = namespace is not None
+    hides_scopes, host = namespace is not None, pool.blocks.host
     return pool_pb2.PoolInfo(
-        config=pool_pb2.PoolConfig(name=config.name, num_blocks=config.num_blocks, max_model_len=config.max_model_len),
+        config=pool_pb2.PoolConfig(
+            name=config.name,
+            num_blocks=config.num_blocks,
+            max_model_len=config.max_model_len,
+            num_host_blocks=config.num_host_blocks,
+        ),
         epoch=pool.epoch,
         free_blocks=pool.blocks.num_free_blocks,
-        cached_blocks=len(pool.blocks.prefix_map),
+        cached_blocks=len(pool.blocks.prefix_map) - (sum(host.num_cached) if host else 0),
         usage=pool.blocks.usage,
         prefix_cache=pool_pb2.PrefixCacheCounters(**field_values(PrefixCacheStats, pool.stats)),
         recent_hit_rate=pool.recent_hit_rate.rate,
@@ -67,6 +73,15 @@ def pool_figures(
         quarantined_sessions=len(pool.quarantine),
         reserved_blocks=pool.quotas.num_reserved,
         weights_versions=sorted(versions)[:MAX_LISTED_VERSIONS],
+        host_memory=_host_memory(host) if host else None,
+    )
+
+
+def _host_memory(host: HostTier) -> pool_pb2.HostMemoryInfo:
+    return pool_pb2.HostMemoryInfo(
+        cached_blocks=sum(host.num_cached),
+        used_blocks=host.num_blocks - host.num_free,
+        **field_values(HostCounters, host.counters),
     )
 
 
@@ -84,7 +99,7 @@ def add_configuration(info: pool_pb2.PoolInfo, pool: KVCacheManager) -> None:
 
 
 def _group(pool: KVCacheManager, group_id: GroupId, *, hides_scopes: bool) -> pool_pb2.GroupInfo:
-    counters = pool.blocks.group_counters[group_id]
+    counters, host = pool.blocks.group_counters[group_id], pool.blocks.host
     lookups, tokens = counters.misses, counters.missed_tokens
     if hides_scopes and MissReason.OTHER_SCOPE in lookups:
         lookups, tokens = Counter(lookups), Counter(tokens)
@@ -93,7 +108,7 @@ def _group(pool: KVCacheManager, group_id: GroupId, *, hides_scopes: bool) -> po
     return pool_pb2.GroupInfo(
         kind=KIND_NAMES[type(allocation_spec(pool.config.groups[group_id].spec))],
         used_blocks=counters.used_blocks,
-        cached_blocks=pool.blocks.prefix_map.num_cached(group_id),
+        cached_blocks=pool.blocks.prefix_map.num_cached(group_id) - (host.num_cached[group_id] if host else 0),
         allocated_blocks=counters.allocated_blocks,
         evicted_blocks=counters.evicted_blocks,
         misses=[

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Final, NewType, TypeAlias
 
 BlockId = NewType("BlockId", int)
-"""Index of a block in its pool, [0, num_blocks)."""
+"""Index of a block in its pool, [0, num_blocks); those of host memory follow."""
 
 BlockHash = NewType("BlockHash", bytes)
 """Hash under which a full block is cached. It covers the block's tokens, all tokens before them, and the extra keys."""

@@ -29,6 +29,7 @@ class PrefixCacheStats:
         preempted_hits_tokens: Tokens that those look-ups found.
         resets: Resets of the prefix cache.
         shared_hits_tokens: Tokens found, by all look-ups, in blocks that another session filled.
+        host_hits_tokens: Tokens found, by all look-ups, in blocks of host memory.
     """
 
     requests: int = 0
@@ -39,6 +40,7 @@ class PrefixCacheStats:
     preempted_hits_tokens: int = 0
     resets: int = 0
     shared_hits_tokens: int = 0
+    host_hits_tokens: int = 0
 
 
 class RecentHitRate:
@@ -199,6 +201,23 @@ class GroupCounters:
     def copy(self) -> "GroupCounters":
         """Returns an independent copy."""
         return replace(self, misses=self.misses.copy(), missed_tokens=self.missed_tokens.copy())
+
+
+@dataclass(slots=True)
+class HostCounters:
+    """Counters of a pool's second tier since the pool was created; see HostMemoryInfo in pool.proto.
+
+    Attributes:
+        copied_out_blocks: Blocks that steps copied to host memory.
+        copied_in_blocks: Blocks that steps copied from there.
+        evicted_blocks: Cached blocks of host memory that others replaced.
+        lost_blocks: Cached blocks of the first tier that allocations evicted before they were copied.
+    """
+
+    copied_out_blocks: int = 0
+    copied_in_blocks: int = 0
+    evicted_blocks: int = 0
+    lost_blocks: int = 0
 
 
 class Histogram:

@@ -14,6 +14,7 @@ from typing import Final
 from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
+from kvpool.core.blocks.host_tier import MAX_CLEANED, HostTier, HostTierSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap, PrefixMapSnapshot
 from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
@@ -164,6 +165,7 @@ class BlockPoolSnapshot:
         evicted_held: Blocks that lost their hash while they were held.
         num_evicted: See `BlockPool`.
         group_counters: See `BlockPool`.
+        host: The second tier; None if there is none.
     """
 
     free_list: FreeListSnapshot
@@ -173,6 +175,7 @@ class BlockPoolSnapshot:
     evicted_held: list[BlockId]
     num_evicted: int
     group_counters: list[GroupCounters]
+    host: HostTierSnapshot | None
 
 
 class BlockPool:
@@ -185,11 +188,13 @@ class BlockPool:
         free_list: The free blocks. Read-only; change it through this class.
         prefix_map: The cached blocks. Read-only; change it through this class.
         contents: Contents of the cached blocks; None if the pool makes no events. Read-only.
+        host: The second tier; None if there is none.
     """
 
     __slots__ = (
         "_events",
         "_evicted_held",
+        "_num_ids",
         "_num_reserved",
         "_num_spare",
         "_uncached_first",
@@ -197,24 +202,31 @@ class BlockPool:
         "contents",
         "free_list",
         "group_counters",
+        "host",
         "num_evicted",
         "prefix_map",
     )
 
     def __init__(self, config: PoolConfig, block_lifetimes: BlockLifetimes | None = None) -> None:
         self.free_list = FreeList(config.num_blocks)
-        self.prefix_map = PrefixMap(self.free_list.num_columns, len(config.groups), config.num_blocks)
+        # The ids of host memory come last, so a pool that has some has all columns from the beginning.
+        num_columns = config.num_ids if config.num_host_blocks else self.free_list.num_columns
+        if config.num_host_blocks:
+            process_memory.reserve(config.num_ids * _COLUMN_BYTES)
+        self.prefix_map = PrefixMap(num_columns, len(config.groups), config.num_blocks)
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
         self.block_lifetimes = block_lifetimes
         self._evicted_held: set[BlockId] = set()  # held blocks that lost their hash
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
-        self.contents = BlockContents(self.free_list.num_columns, len(config.groups)) if config.makes_events else None
+        self.contents = BlockContents(num_columns, len(config.groups)) if config.makes_events else None
         self._events: list[BlockEvent] = []
         # Number of blocks whose caching at the same time needs no further memory.
         self._num_reserved = 0 if config.enable_caching else config.num_blocks
+        self._num_ids = config.num_ids
         # Lower bound of the blocks that can be taken and cached without further memory.
         self._num_spare = 0
+        self.host = HostTier(config, self) if config.num_host_blocks else None
 
     def reserve_memory(self, count: int, num_other_bytes: int) -> None:
         """Reserves the memory to take and cache the next `count` blocks, and that of their requests.
@@ -232,16 +244,19 @@ class BlockPool:
             return
         count = min(count, self.free_list.num_free)
         num_blocks = num_bytes = 0
-        if len(self.prefix_map) + count > self._num_reserved:
-            num_blocks = max(len(self.prefix_map) + count - self._num_reserved, _RESERVED_BLOCKS)
-            num_blocks = min(num_blocks, self.num_blocks - self._num_reserved)
+        num_to_cache = len(self.prefix_map) + count + (MAX_CLEANED if self.host else 0)
+        if num_to_cache > self._num_reserved:
+            num_blocks = max(num_to_cache - self._num_reserved, _RESERVED_BLOCKS)
+            num_blocks = min(num_blocks, self._num_ids - self._num_reserved)
             num_bytes = num_blocks * (_CACHED_BYTES + _CONTENTS_BYTES if self.contents else _CACHED_BYTES)
         if num_bytes or num_other_bytes:
             process_memory.reserve(num_bytes + num_other_bytes, self.prefix_map)
         self.make_columns(count)
         self._num_reserved += num_blocks
         self._num_spare = min(self.free_list.num_next_columns, self._num_reserved - len(self.prefix_map)) - count
-        if self.free_list.num_columns == self.num_blocks == self._num_reserved:
+        if self.host:
+            self._num_spare = 0  # each step can cache blocks of host memory, too
+        if self.free_list.num_columns == self.num_blocks and self._num_reserved == self._num_ids:
             self._num_spare = _UNLIMITED
 
     def make_columns(self, count: int) -> None:
@@ -270,6 +285,8 @@ class BlockPool:
             for mine, theirs in zip(self.group_counters, before.group_counters, strict=True):
                 mine.continue_from(theirs)
             self.prefix_map.continue_from(before.prefix_map)
+        if self.host and before.host:
+            self.host.counters = before.host.counters
         if self.block_lifetimes:
             self.block_lifetimes.clear()
         self._events = before.take_events()
@@ -296,13 +313,19 @@ class BlockPool:
         """Fraction of the blocks that are not free, without the null block."""
         return 1.0 - len(self.free_list) / (self.num_blocks - 1)
 
+    @property
+    def num_allocated(self) -> int:
+        """Number of blocks that were taken since the pool was created."""
+        return sum([counters.allocated_blocks for counters in self.group_counters])
+
     def ref_cnt(self, block_id: BlockId) -> int:
-        """Number of block tables that contain the block."""
-        return self.free_list.ref_cnt(block_id)
+        """Number of block tables that contain the block; of a block in host memory, of copies that use it."""
+        is_host = self.host and self.host.contains(block_id)
+        return self.host.ref_cnt(block_id) if self.host and is_host else self.free_list.ref_cnt(block_id)
 
     def block_hash(self, block_id: BlockId) -> BlockHash | None:
         """Hash of a block; None if it has none."""
-        return self.prefix_map.block_hash(block_id) if block_id < self.free_list.num_columns else None
+        return self.prefix_map.block_hash(block_id) if block_id < self.prefix_map.num_columns else None
 
     def get_new_blocks(self, group_id: GroupId, count: int) -> list[BlockId]:
         """Takes the next `count` available blocks for a group, and evicts their contents.
@@ -321,9 +344,11 @@ class BlockPool:
         cached = () if is_uncached else self.prefix_map.hashed_among(taken)
         if cached:
             self.num_evicted += len(cached)
+            if self.host:
+                self.host.note_evicted(cached)
             for each, num_evicted in zip(self.group_counters, self.prefix_map.num_by_group(cached), strict=True):
                 each.evicted_blocks += num_evicted
-            self._remove_hashes(cached)
+            self.remove_hashes(cached)
         if self.block_lifetimes:
             self.block_lifetimes.record_taken(taken)
         return taken
@@ -389,9 +414,17 @@ class BlockPool:
         if self.contents:
             self.contents.move(source, target)
 
+    def copy_hashes(
+        self, source: BlockId, target: BlockId, session_number: SessionNumber, sequence: ids.StepNumber
+    ) -> None:
+        """Gives the hashes of one block to another, too, which step `sequence` fills with the same contents."""
+        map_id = self.prefix_map.map_id(source)
+        for block_hash in self.prefix_map.all_hashes(source):
+            self.cache_tail(map_id, target, block_hash, session_number, sequence)
+
     def drop_hashes(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of held blocks that their request caches again, or overwrites."""
-        self._remove_hashes(self.prefix_map.hashed_among(block_ids))
+        self.remove_hashes(self.prefix_map.hashed_among(block_ids))
 
     def free_copied(self, blocks: Sequence[tuple[GroupId, BlockId]]) -> None:
         """Removes one reference from each block of copies, in order; each may occur several times."""
@@ -409,15 +442,18 @@ class BlockPool:
 
     def evict_blocks(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of those blocks that have one."""
-        num_columns = self.free_list.num_columns
+        num_columns = self.prefix_map.num_columns
         used = dict.fromkeys([block_id for block_id in block_ids if block_id < num_columns])
         cached = self.prefix_map.hashed_among(used)
         self._evicted_held.update(block_id for block_id in cached if self.free_list.ref_cnt(block_id))
-        self._remove_hashes(cached)
+        self.remove_hashes(cached)
 
-    def _remove_hashes(self, cached: Sequence[BlockId]) -> None:
+    def remove_hashes(self, cached: Sequence[BlockId]) -> None:
+        """Removes the hashes of blocks that have one."""
+        if self.host:
+            self.host.note_removed(cached)
         if self.block_lifetimes:
-            self.block_lifetimes.record_evicted(cached)
+            self.block_lifetimes.record_evicted(self.host.without(cached) if self.host else cached)
         if self.contents:
             for block_id in cached:
                 group_id = self.prefix_map.group_id(block_id)
@@ -434,6 +470,8 @@ class BlockPool:
         if self.num_free_blocks != self.num_blocks - 1:
             return False
         self.prefix_map.clear()
+        if self.host:
+            self.host.clear()
         if self.block_lifetimes:
             self.block_lifetimes.clear()
         if self.contents:
@@ -470,6 +508,7 @@ class BlockPool:
             list(self._evicted_held),
             self.num_evicted,
             [counters.copy() for counters in self.group_counters],
+            self.host.snapshot() if self.host else None,
         )
 
     def end_snapshot(self) -> None:
@@ -478,6 +517,8 @@ class BlockPool:
         self.prefix_map.end_snapshot()
         if self.contents:
             self.contents.end_snapshot()
+        if self.host:
+            self.host.end_snapshot()
 
     def restore(self, snapshot: BlockPoolSnapshot, num_columns: int) -> None:
         """Makes the blocks of a new pool as they were. O(num_columns).
@@ -490,13 +531,13 @@ class BlockPool:
             ValueError: The snapshot is of a pool of another size.
             LookupError: A group or a block does not exist.
         """
-        all_ids = [BlockId(i) for i in range(num_columns)]
-        self.free_list.restore(snapshot.free_list, all_ids)
+        all_ids = [BlockId(i) for i in range(self._num_ids if self.host else num_columns)]
+        self.free_list.restore(snapshot.free_list, all_ids[:num_columns])
         self.prefix_map.restore(snapshot.prefix_map, all_ids)
         if self.contents:
-            self.contents = BlockContents(num_columns, len(self.group_counters))
+            self.contents = BlockContents(len(all_ids), len(self.group_counters))
             self.contents.restore(snapshot.contents, ((all_ids[i], each) for i, each in snapshot.further_contents))
-            for block_id, block_hash in zip(all_ids, self.prefix_map.hashes(slice(num_columns)), strict=True):
+            for block_id, block_hash in zip(all_ids, self.prefix_map.hashes(slice(None)), strict=True):
                 if block_hash is not None:
                     self.contents.count_restored(self.prefix_map.group_id(block_id), block_id, block_hash)
         self._evicted_held = set(snapshot.evicted_held)
@@ -505,6 +546,10 @@ class BlockPool:
         if len(snapshot.group_counters) != len(self.group_counters):
             raise ValueError("the counters of groups differ in number")
         self.group_counters = snapshot.group_counters
+        if (self.host is None) != (snapshot.host is None):
+            raise ValueError("one has host memory, and the other has none")
+        if self.host and snapshot.host:
+            self.host.restore(snapshot.host)
 
     def _record(self, event: BlockEvent) -> None:
         if self.contents:

@@ -196,6 +196,8 @@ class GroupManager:
         if not self.spec.keeps_all:
             table.num_skipped = computed.count(NULL_BLOCK)
             computed = computed[table.num_skipped :]
+        if self._pool.host:  # blocks of the first tier will replace the others
+            computed = self._pool.host.without(computed)
         self._pool.touch(self.group_id, computed)
 
     def copies_block(self, request: Request, hit: Sequence[BlockId], num_hit_tokens: int) -> bool:
@@ -226,9 +228,30 @@ class GroupManager:
         source, table.block_ids[at : at + 2] = table.block_ids[at], [target]
         table.num_cached = at
         self._pool.touch(self.group_id, [target])  # the source keeps the reference of the hit
-        copy = BlockCopy(self.group_id, source, target, sequence)
+        is_host = self._pool.host is not None and self._pool.host.contains(source)
+        copy = BlockCopy(self.group_id, source, target, sequence, holds_source=not is_host)
         request.copies.append(copy)
+        if self._pool.host and is_host:
+            self._pool.host.read([source], request.session_number, sequence)
         return copy
+
+    def promote(self, request: Request, num_hit: int, sequence: ids.StepNumber) -> list[BlockId]:
+        """Replaces the blocks of host memory in a hit, with which the table begins, by new ones; returns these.
+
+        The caller has checked that enough are free. Step `sequence` makes the copies, which hold the new blocks, too.
+        """
+        table, host = request.tables[self.group_id], self._pool.host
+        places = host.places(table.block_ids[:num_hit]) if host else []
+        if not host or not places:
+            return []
+        sources, targets = [table.block_ids[i] for i in places], self._pool.get_new_blocks(self.group_id, len(places))
+        for i, target in zip(places, targets, strict=True):
+            table.block_ids[i] = target
+        host.promote(sources, targets, request.session_number, sequence)
+        self._pool.touch(self.group_id, targets)
+        pairs = zip(sources, targets, strict=True)
+        request.copies += [BlockCopy(self.group_id, *pair, sequence, holds_source=False) for pair in pairs]
+        return targets
 
     def allocate_new_blocks(self, table: BlockTable, count: int) -> list[BlockId]:
         """Adds `count` new blocks, at least 1, to the table, and returns them.

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from kvpool.core.blocks.block_pool import BlockPool
+from kvpool.core.blocks.host_tier import HostTier
 from kvpool.core.blocks.steps_in_flight import StepsInFlight
 from kvpool.core.ids import BlockId, GroupId
 from kvpool.core.sessions.quarantine import Quarantine
@@ -45,12 +46,28 @@ def check_blocks(pool: BlockPool, uses: Sequence[tuple[GroupId, BlockId]], block
         require(count == owners[block_id], f"block {block_id}: ref_cnt {count}, in {owners[block_id]} tables")
         require(bool(count) or free_list.is_in_chunk(block_id), f"block {block_id} is neither free nor used")
         require(pool.prefix_map.leads_back(block_id), f"block {block_id}: its hash does not lead to it")
+    if pool.host:
+        _check_host(pool, pool.host)
     shared = sum(1 for count in owners.values() if count > 1)
     require(free_list.num_shared == shared, f"{shared} blocks are shared, {free_list.num_shared} counted")
     used = Counter(group_id for group_id, _ in set(uses))
     for i, counters in enumerate(pool.group_counters):
         counted = counters.used_blocks
         require(counted == used[GroupId(i)], f"group {i}: counts {counted} used, not {used[GroupId(i)]}")
+
+
+def _check_host(pool: BlockPool, host: HostTier) -> None:
+    """Checks the counters and the reference counts of the second tier. O(its blocks)."""
+    users = Counter(block_id for use in host.uses for block_id in use.block_ids)
+    host_ids = [BlockId(pool.num_blocks + i) for i in range(host.num_blocks)]
+    hashed = [block_id for block_id in host_ids if pool.block_hash(block_id) is not None]
+    cached = Counter(pool.prefix_map.group_id(block_id) for block_id in hashed)
+    for i, count in enumerate(host.num_cached):
+        require(count == cached[GroupId(i)], f"group {i}: counts {count} cached in host memory")
+    require(host.num_free + len(users) == host.num_blocks, "blocks of host memory are neither free nor used")
+    for block_id in host_ids:
+        require(host.ref_cnt(block_id) == users[block_id], f"block {block_id} of host memory: wrong ref_cnt")
+        require(pool.prefix_map.leads_back(block_id), f"block {block_id}: its hash does not lead to it")
 
 
 def uses_by(sessions: Iterable[Session]) -> list[tuple[GroupId, BlockId]]:
@@ -61,7 +78,7 @@ def uses_by(sessions: Iterable[Session]) -> list[tuple[GroupId, BlockId]]:
             for i, table in enumerate(request.tables):
                 uses += [(GroupId(i), block_id) for block_id in table.held_block_ids]
         for copy in session.copies:
-            uses += [(copy.group_id, copy.source), (copy.group_id, copy.target)]
+            uses += [(copy.group_id, block_id) for block_id in copy.held_block_ids]
     return uses
 
 

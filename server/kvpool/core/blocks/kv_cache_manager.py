@@ -11,7 +11,7 @@ It returns the same block ids as vLLM's KV cache manager.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Final
@@ -20,6 +20,7 @@ from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
+from kvpool.core.blocks.host_tier import HostTier
 from kvpool.core.blocks.integrity import check_blocks, uses_by, waiting_for_steps
 from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch, SearchEnd
 from kvpool.core.blocks.quota import Quotas
@@ -39,6 +40,9 @@ from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHit
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
 SUSPENDED_RETRY_SECONDS: Final = 0.5
+_CLEANED_SHARE: Final = 4
+"""The part of the free blocks that one step copies to host memory at most, as a divisor: other sessions do not get them
+until the step is executed."""
 _RESERVE_FLOOR_SHARE: Final = 16
 """The part of a pool's blocks that no reserve takes, as a divisor."""
 
@@ -294,7 +298,18 @@ class KVCacheManager:
         if new is None:
             return None
         self._count_lookup(request, computed)
-        return Admission(computed, num_new_tokens, new)
+        return Admission(self.promoted(request, computed), num_new_tokens, new)
+
+    def promoted(self, request: Request, computed: ComputedBlocks) -> ComputedBlocks:
+        """A hit as the request now holds it: with the blocks that those of host memory are copied to."""
+        host = self.blocks.host
+        if not host or not any(map(host.places, computed.block_ids)):
+            return computed
+        blocks = [
+            [table.block_ids[i] if host.contains(block_id) else block_id for i, block_id in enumerate(hit)]
+            for table, hit in zip(request.tables, computed.block_ids, strict=True)
+        ]
+        return replace(computed, block_ids=tuple(blocks))
 
     def is_still_cached(self, request: Request, computed: ComputedBlocks) -> bool:
         """Whether all blocks of an earlier hit are still cached and visible to the request."""
@@ -533,23 +548,43 @@ class KVCacheManager:
             if not manager.caches_tails:  # otherwise `cache_blocks` does
                 manager.cache_tail_state(request, start_tokens, sequence)
 
-    def release_copies(self, session: Session, launched: ids.StepNumber) -> None:
+    def release_copies(self, session: Session, launched: ids.StepNumber, *, reports_launched: bool = True) -> None:
         """Releases the blocks of the copies that a session's steps up to `launched` make.
 
-        They are freed group by group, as vLLM does when the scheduling round of their step ends.
+        They are freed group by group, as vLLM does when the scheduling round of their step ends. The steps of a session
+        that reports neither launched nor executed ones have been executed.
         """
+        if self.blocks.host and not (reports_launched or session.reports_execution):
+            self.in_flight.release(session.session_number, session.sequence)
         num_due = bisect_right(session.copies, launched, key=attrgetter("sequence"))
         if not num_due:
             return
         due = sorted(session.copies[:num_due], key=attrgetter("group_id"))
         del session.copies[:num_due]
-        blocks = [(each.group_id, block_id) for each in due for block_id in (each.source, each.target)]
+        blocks = [(each.group_id, block_id) for each in due for block_id in each.held_block_ids]
         if self.in_flight.is_keeping:
             for group_id, block_id in blocks:
                 self.in_flight.keep_shared(group_id, [block_id])
         self.blocks.free_copied(blocks)
         if self.quotas.applies_to(session.holding):
             self.quotas.record_lost(session.holding, [block_id for _, block_id in blocks])
+
+    def clean(
+        self, session: Session, num_taken: int, sequence: ids.StepNumber
+    ) -> Iterator[tuple[GroupId, BlockId, BlockId]]:
+        """Orders copies to host memory, see `HostTier.clean`; yields group, source and target of each."""
+        host, holding = self.blocks.host, session.holding
+        if not host or not num_taken:
+            return
+        num_waiting = self.blocks.free_list.num_held_by(session.session_number)
+        # The sources wait for the session's step, and so count for it.
+        most = min(self.quotas.num_left, self.blocks.num_free_blocks // _CLEANED_SHARE)
+        if holding and holding.max_blocks:
+            most = min(most, holding.max_blocks - len(holding.counts) - num_waiting)
+        for source, target in host.clean(num_taken, most, session.session_number, sequence):
+            yield self.blocks.prefix_map.group_id(source), source, target
+        if holding:
+            self.quotas.cover(holding)
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, last block first. The caller removes the request or admits it again."""
@@ -641,6 +676,13 @@ class KVCacheManager:
         else:
             prefix_map.pending.hide(request.session_number, found)
 
+    def _num_host_tokens(self, host: HostTier, computed: ComputedBlocks) -> int:
+        """Tokens of a hit in blocks of host memory, in the group that has most of them there."""
+        counts = (
+            len(host.places(computed.block_ids[each.group_id])) * each.span_tokens for each in self._caching_managers
+        )
+        return min(max(counts, default=0), computed.num_tokens)
+
     def _count_lookup(self, request: Request, computed: ComputedBlocks) -> None:
         if not self.config.enable_caching:
             return
@@ -658,6 +700,8 @@ class KVCacheManager:
                 last = None if request.num_tokens % self.hash_block_size else request.hashes[-1]
                 self.hit_curve.record_lookup(request.first_map, request.sampled, last)
         stats.shared_hits_tokens += computed.num_shared_tokens
+        if self.blocks.host:
+            stats.host_hits_tokens += self._num_host_tokens(self.blocks.host, computed)
         if computed.miss:
             group_id, reason, num_missed_tokens = computed.miss
             self.blocks.group_counters[group_id].count_miss(reason, num_missed_tokens)

@@ -2,7 +2,7 @@
 
 1. A block has a hash exactly when its group's map leads from that hash to the block. Several blocks can have the same
    hash; the block that was cached first is found first. With partial hits a block can have further hashes, of prefixes
-   that end within it.
+   that end within it. Copies in host memory come last, see `HostTier`.
 2. A block is cached when its slots are allocated, shortly before the GPU fills it. The block is pending until the
    session that fills it reports that step as executed. Until then only this session finds the block, because its own
    steps run in order. A block that a later step overwrites is pending under the negative number of its step, and is
@@ -89,6 +89,7 @@ class PrefixMap:
         "_by_hash",
         "_column_copies",
         "_duplicates",
+        "_first_host_id",
         "_first_maps",
         "_further_hashes",
         "_map_ids",
@@ -106,6 +107,7 @@ class PrefixMap:
         self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = []
         self._num_cached: list[int] = []
         self._num_groups = num_groups
+        self._first_host_id = num_blocks  # and those after it, if the pool has host memory
         self._first_maps: dict[Scope, MapId] = {}  # in the order in which they were opened
         self._block_hashes: list[BlockHash | None] = [None] * num_columns
         self._further_hashes: dict[BlockId, list[BlockHash]] = {}
@@ -175,6 +177,11 @@ class PrefixMap:
         extend(self._map_ids, num_columns, 0)
         extend(self._session_numbers, num_columns, SessionNumber(0))
 
+    @property
+    def num_columns(self) -> int:
+        """Number of first blocks that have entries in the columns."""
+        return len(self._block_hashes)
+
     def num_cached(self, group_id: GroupId) -> int:
         """Number of blocks of a group that have a hash. O(scopes)."""
         return sum(self._num_cached[group_id :: self._num_groups])
@@ -235,11 +242,12 @@ class PrefixMap:
     ) -> bool:
         """Whether a step of `writer` after `launched` fills this block, or one of its newest copies.
 
-        Only the block itself must not be read. vLLM also waits for copies, of which the newest are cached last.
+        Only the block itself must not be read. vLLM also waits for copies, of which the newest are cached last. Blocks
+        of host memory are read by a copy, which runs in order.
         """
         pending, writers = self.pending.steps, self._session_numbers
         copies = self._copies(map_id, self._block_hashes[block_id], block_id)
-        newest = chain((block_id,), islice(reversed(copies), MAX_EXAMINED))
+        newest = [b for b in chain((block_id,), islice(reversed(copies), MAX_EXAMINED)) if b < self._first_host_id]
         return any(launched < abs(pending.get(copy, launched)) < NEVER and writers[copy] == writer for copy in newest)
 
     def find(
@@ -336,6 +344,16 @@ class PrefixMap:
         """The block that was cached first among those that have this hash, visible or not."""
         return self._by_hash[map_id].get(block_hash)
 
+    def last_copy(self, block_id: BlockId) -> BlockId:
+        """The last of the blocks that have the same hash in the same map as a block with a hash, or this block."""
+        copies = self._copies(self.map_id(block_id), self._block_hashes[block_id], block_id)
+        return next(iter(reversed(copies)))
+
+    def all_hashes(self, block_id: BlockId) -> list[BlockHash]:
+        """The hash of a block that has one, and its further ones, in order."""
+        block_hash: BlockHash = self._block_hashes[block_id]  # type: ignore[assignment]  # has one
+        return [block_hash, *self._further_hashes.get(block_id, ())]
+
     def num_written_by(self, block_ids: Iterable[BlockId], session_number: SessionNumber) -> int:
         """Number of these blocks that `session_number` filled. All of them have hashes."""
         session_numbers = self._session_numbers
@@ -391,7 +409,12 @@ class PrefixMap:
             if first_copy != block_id:
                 if block_hash not in duplicates:
                     duplicates[block_hash] = OrderedDict({first_copy: None})
-                duplicates[block_hash][block_id] = None
+                copies = duplicates[block_hash]
+                last = next(reversed(copies))
+                copies[block_id] = None
+                if last >= self._first_host_id > block_id:
+                    copies.move_to_end(last)
+                    by_hash[block_hash] = next(iter(copies))
 
     def remove(self, block_id: BlockId) -> list[BlockHash]:
         """Removes the hash of a block that has one, and its further ones, and returns them in order. See rule 6."""

@@ -112,14 +112,15 @@ class SlotAllocator:
         counts, (held, num_own), end_tokens = self._with_reserve(
             request, hit, counts, found, (end_tokens, num_slots + request.reserve_tokens), num_encoder_tokens, options
         )
-        if hit is not self.no_blocks:
-            self._add_hit(request, hit)
+        promoted = self._add_hit(request, hit, copying, num_own, sequence) if hit is not self.no_blocks else ()
         new: tuple[list[BlockId], ...] = ()
         if max(counts) > 0:
             num_external_end = num_computed_tokens if options.num_external_tokens else 0
             new = self._allocate_missing(request, counts, num_external_end, num_own)
         if self._quotas.applies_to(request.holding):
-            self._quotas.record_gained(request.holding, held, [block_id for blocks in new for block_id in blocks])
+            taken = [*promoted, *(block_id for blocks in new for block_id in blocks)]
+            self._quotas.record_gained(request.holding, held, taken)
+            self._quotas.record_gained(request.holding, promoted, ())  # in their copies, too
         if new and (self._of_states or copying):
             self._place_states_and_copies(new, request, hit, end_tokens, copying, sequence)
         return new or self.no_blocks
@@ -190,12 +191,34 @@ class SlotAllocator:
             return counts, found, end_tokens
         return more, with_more, num_slots
 
-    def _add_hit(self, request: Request, hit: Sequence[Sequence[BlockId]]) -> None:
-        """Adds the blocks of a hit to the tables of a request that holds none."""
+    def _add_hit(
+        self,
+        request: Request,
+        hit: Sequence[Sequence[BlockId]],
+        copying: Sequence[GroupManager],
+        num_own: int,
+        sequence: StepNumber,
+    ) -> Sequence[BlockId]:
+        """Adds the blocks of a hit to the tables of a request that holds none.
+
+        Takes blocks for those of the hit that are in host memory, and orders the copies. A group in which the
+        allocation copies the last block of the hit copies it from there.
+
+        Returns:
+            The blocks that it took.
+        """
         if self._blocks.free_list.num_held:
-            self._steps_in_flight.keep_hit(hit)
+            host = self._blocks.host
+            self._steps_in_flight.keep_hit(map(host.without, hit) if host else hit)
         for manager, table, blocks in zip(self._managers, request.tables, hit, strict=True):
             manager.add_hit_blocks(table, blocks)
+        if not self._blocks.host:
+            return ()
+        if num_own > 0:
+            self._blocks.free_list.put_own_first(num_own)
+        num_hit = [len(blocks) - (manager in copying) for manager, blocks in zip(self._managers, hit, strict=True)]
+        promoted = [m.promote(request, count, sequence) for m, count in zip(self._managers, num_hit, strict=True)]
+        return [block_id for block_ids in promoted for block_id in block_ids]
 
     def free_behind_windows(self, request: Request, num_run_tokens: int) -> None:
         """Frees the blocks that no token attends to any more once `num_run_tokens` tokens have run."""
@@ -331,6 +354,9 @@ class SlotAllocator:
         if not has_quota and needed + (0 if hit is self.no_blocks else sum(map(len, hit))) <= num_free:
             return (), 0
         hit_blocks = [block_id for blocks in hit for block_id in blocks if block_id]
+        if self._blocks.host:  # those in host memory need new blocks
+            num_hit, hit_blocks = len(hit_blocks), self._blocks.host.without(hit_blocks)
+            needed += num_hit - len(hit_blocks)
         # A free block of the hit costs one as well: holding it takes it from the blocks that could be allocated.
         free_list = self._blocks.free_list
         needed += free_list.num_free_among(hit_blocks)

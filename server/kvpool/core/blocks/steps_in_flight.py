@@ -104,6 +104,8 @@ class StepsInFlight:
     def release(self, session_number: SessionNumber, executed: ids.StepNumber = _ALL) -> None:
         """Releases what waits for steps of a session up to `executed`. O(released blocks that were kept, chunks)."""
         self._blocks.free_list.release(session_number, executed)
+        if self._blocks.host:
+            self._blocks.host.release(session_number, executed)
         if holding := self._quotas.holding_of(session_number):
             self._quotas.cover(holding)
         kept = self.kept.get(session_number)
@@ -115,9 +117,14 @@ class StepsInFlight:
             self.free(block.group_id, [block.block_id], holding)
         self.kept.pop(session_number, None)
 
-    def has_waiting(self, session_number: SessionNumber) -> bool:
-        """Whether blocks wait for steps of a session."""
-        return session_number in self.kept or self._blocks.free_list.num_held_by(session_number) > 0
+    def has_waiting(self, session_number: SessionNumber, launched: ids.StepNumber) -> bool:
+        """Whether blocks wait for steps of a session up to `launched`."""
+        host = self._blocks.host
+        return (
+            session_number in self.kept
+            or self._blocks.free_list.is_held_until(session_number, launched)
+            or (host is not None and host.has_waiting(session_number, launched))
+        )
 
     def free(self, group_id: GroupId, block_ids: Sequence[BlockId], holding: Holding | None = None) -> None:
         """Frees blocks that are in no table, and count for a session with this record of held blocks, if any."""

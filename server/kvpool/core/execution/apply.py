@@ -11,7 +11,8 @@
 5. A step that reports launched steps first releases the blocks of their copies; without such reports, each step those
    of the steps before it.
 6. What a step frees while earlier steps are in flight waits for them, see `StepsInFlight`.
-7. What a request has computed on credit counts as filled by the step that reports it, which is later: so no session
+7. A step that takes blocks of a pool with a second tier also orders copies of others to host memory, see `HostTier`.
+8. What a request has computed on credit counts as filled by the step that reports it, which is later: so no session
    finds these blocks before they have their contents. When the request is freed, the steps that fill them are certain.
 """
 
@@ -81,13 +82,13 @@ def apply_step(pool: KVCacheManager, session: Session, step: Step, message: byte
         has_others = len(pool.sessions) > 1 or len(pool.quarantine) > 0
         pool.in_flight.begin_frees(until, has_others=has_others)
     session.num_tokens += sum(step.num_appended_tokens)
-    if session.copies:
-        pool.release_copies(session, session.launched_sequence or session.sequence)
+    if session.copies or pool.blocks.host:
+        pool.release_copies(session, session.launched_sequence or session.sequence, reports_launched=until > 0)
     result = _Application(pool, session, step).run(rows)
     free_list.user = NO_SESSION
     if free_list.until:
         pool.in_flight.end_frees()
-    if free_list.num_held or pool.in_flight.kept or session.waits_since_seconds < inf:
+    if free_list.num_held or pool.in_flight.kept or session.waits_since_seconds < inf or pool.blocks.host:
         _note_wait(pool, session)
     session.remember(message, result)
     pool.activity.count_step(step, session.reserve_tokens)
@@ -131,19 +132,21 @@ def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int
     if executed_sequence > session.executed_sequence:
         session.executed_sequence = StepNumber(executed_sequence)
         pool.blocks.prefix_map.pending.publish(session.session_number, session.executed_sequence)
-        if pool.blocks.free_list.num_held or pool.in_flight.kept or session.waits_since_seconds < inf:
+        blocks = pool.blocks
+        if blocks.free_list.num_held or pool.in_flight.kept or session.waits_since_seconds < inf or blocks.host:
             pool.in_flight.release(session.session_number, session.executed_sequence)
             _begin_wait(pool, session)
 
 
 def _note_wait(pool: KVCacheManager, session: Session) -> None:
     """Records whether blocks wait for the session's steps, after a step; an earlier begin of the wait stays."""
-    if pool.in_flight.has_waiting(session.session_number) != (session.waits_since_seconds < inf):
+    is_waiting = pool.in_flight.has_waiting(session.session_number, session.launched_sequence)
+    if is_waiting != (session.waits_since_seconds < inf):
         _begin_wait(pool, session)
 
 
 def _begin_wait(pool: KVCacheManager, session: Session) -> None:
-    is_waiting = pool.in_flight.has_waiting(session.session_number)
+    is_waiting = pool.in_flight.has_waiting(session.session_number, session.launched_sequence)
     session.waits_since_seconds = session.last_seen_seconds if is_waiting else inf
 
 
@@ -163,7 +166,8 @@ class _Application:
         self._result = StepResult(self._sequence)
 
     def run(self, rows: Sequence[Row | PoolRow]) -> StepResult:
-        result, i = self._result, 0
+        result, i, pool = self._result, 0, self._pool
+        num_allocated = pool.blocks.num_allocated if pool.blocks.host else 0
         if self._session.reserve_tokens:
             self._pool.set_reserve_floor()
         for is_plain, consecutive in groupby(rows, key=attrgetter("is_plain")):
@@ -180,8 +184,11 @@ class _Application:
                     self._session.num_running += (row.request.num_computed_tokens > 0) - was_running
                     self._put_credit(i, [row])
                 i += 1
-        if self._pool.config.partial_hits:
+        if pool.config.partial_hits or pool.blocks.host:
             self._put_copies()
+        if pool.blocks.host:
+            for order in pool.clean(self._session, pool.blocks.num_allocated - num_allocated, self._sequence):
+                result.copied_block_ids += order
         result.reserve_wanted, self._session.owes_reserve = self._session.owes_reserve, False
         result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)
         return result
@@ -260,6 +267,8 @@ class _Application:
             return
         if row.num_prompt_tokens:
             pool.cache_prompt_states(request, row.num_computed_tokens, self._sequence)
+        if promised and (held := pool.promoted(request, promised)) is not promised:
+            self._put_blocks("num_prefix_blocks", i, held.block_ids)
         self._put_blocks("num_new_blocks", i, new)
 
     def admit(self, i: int, row: Row) -> None:

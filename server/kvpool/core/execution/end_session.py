@@ -73,7 +73,9 @@ def quarantine_session(pool: KVCacheManager, session: Session, now_seconds: floa
         end_session(pool, session)
         return
     freed = pool.in_flight.take_over(session.session_number)
-    holds_blocks = session.copies or any(request.holds_blocks for request in session.requests.values())
+    host = pool.blocks.host
+    copies = session.copies or (host and host.has_waiting(session.session_number, session.sequence))
+    holds_blocks = copies or any(request.holds_blocks for request in session.requests.values())
     if not freed and not holds_blocks:
         end_session(pool, session)
         return
@@ -87,6 +89,7 @@ def end_quarantine(pool: KVCacheManager, quarantined: Quarantined) -> None:
     _free_requests(pool, quarantined.session)
     for group_id, block_ids in quarantined.freed:
         pool.in_flight.free(group_id, block_ids)
+    pool.in_flight.release(quarantined.session.session_number)
 
 
 def _hide_unexecuted(pool: KVCacheManager, session: Session) -> None:

@@ -454,7 +454,7 @@ class _StepReader:
         self._is_in_use[row.request.request_id] = False
 
     def _take_block_ids(self, i: int, operation: Operation) -> _BlockIds:
-        groups, num_blocks = len(self._pool.config.groups), self._pool.blocks.num_blocks
+        groups, num_ids = len(self._pool.config.groups), self._pool.config.num_ids
         counts = self._step.num_block_ids[i * groups : (i + 1) * groups]
         if not any(counts):
             return ()
@@ -464,12 +464,12 @@ class _StepReader:
         taken = []
         for j, count in enumerate(counts, i * groups):
             first = self._block_ids.at
-            maximum = min(num_blocks if lowest else MAX_BLOCKS, len(self._step.block_ids) - first)
+            maximum = min(num_ids if lowest else MAX_BLOCKS, len(self._step.block_ids) - first)
             check_range(f"num_block_ids[{j}]", count, 0, maximum)
             block_ids: list[BlockId] = self._block_ids.take(count)  # type: ignore[assignment]  # NewType is slow to call
-            if block_ids and not lowest <= min(block_ids) <= max(block_ids) < num_blocks:
+            if block_ids and not lowest <= min(block_ids) <= max(block_ids) < num_ids:
                 for at, block_id in enumerate(block_ids, first):
-                    check_range(f"block_ids[{at}]", block_id, lowest, num_blocks - 1)
+                    check_range(f"block_ids[{at}]", block_id, lowest, num_ids - 1)
             taken.append(block_ids)
         return tuple(taken)
 

@@ -103,7 +103,7 @@ class Quarantine:
     def _block_ids(self) -> Iterator[BlockId]:
         for each in self._by_number.values():
             for copy in each.session.copies:
-                yield from (copy.source, copy.target)
+                yield from copy.held_block_ids
             for request in each.session.requests.values():
                 for table in request.tables:
                     yield from table.held_block_ids

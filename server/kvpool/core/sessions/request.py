@@ -78,19 +78,26 @@ class BlockTable:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A copy that the engine makes before the layers of a step run. It holds both blocks until then.
+    """A copy that the engine makes before the layers of a step run. It holds its blocks until then.
 
     Attributes:
         group_id: Group of the blocks.
         source: The block whose contents are copied.
         target: The block that they are copied to.
         sequence: The session's step that makes the copy.
+        holds_source: Whether it holds the source. Not one in host memory, which `HostTier` holds for longer.
     """
 
     group_id: GroupId
     source: BlockId
     target: BlockId
     sequence: StepNumber
+    holds_source: bool = True
+
+    @property
+    def held_block_ids(self) -> tuple[BlockId, ...]:
+        """The blocks that it holds."""
+        return (self.source, self.target) if self.holds_source else (self.target,)
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,248 @@
+"""The second tier of a pool: blocks of host memory that keep what the first tier evicts.
+
+1. Ids [num_blocks, num_blocks + num_host_blocks) name its blocks. The prefix map leads to them as to the others, so one
+   look-up finds either. Of the blocks with one hash, those of the first tier are found first, and one here at most.
+   (Tails of prompts are an exception: several blocks here can have their hashes.)
+2. A block is in no table. It is in use while a copy from or to it may be under way: until the session reports the step
+   that makes the copy as executed. Otherwise it is free, in the order in which it is used next: the one that was copied
+   least recently first. As in the first tier, a free block keeps its contents.
+3. Demotion is cleaning: the server orders copies of cached blocks that are free and will be allocated soon. So no
+   allocation waits for a copy; the eviction of a clean block only changes the map. What an allocation takes before it
+   is clean is lost to the pool. Pending blocks are not cleaned, as it is not certain that they are computed.
+4. The source of such a copy stays free, but only the session that makes the copy can take it until that step is
+   executed: its steps run in order (`StepsInFlight`, rule 2). The target is pending until then, so that the death of an
+   engine leaves no wrong block.
+5. Promotion: an admission takes blocks of the first tier for those of its hit that are here, and orders the copies.
+   These are `BlockCopy`s, which hold their targets until the step is launched.
+6. A step orders copies to this tier only if it takes blocks, so that it is certain to be launched, and in proportion.
+7. A session that reports neither launched nor executed steps has executed the steps before each step.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final
+
+from kvpool.core import ids
+from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
+from kvpool.core.ids import BlockId, SessionNumber
+from kvpool.core.specs.pool_config import PoolConfig
+from kvpool.core.statistics import HostCounters
+
+if TYPE_CHECKING:
+    from kvpool.core.blocks.block_pool import BlockPool
+
+MAX_CLEANED: Final = 256
+"""Maximum number of blocks that one step copies to host memory."""
+_LEAST_CLEANED: Final = 8
+_AHEAD_SHARE: Final = 8
+_AHEAD_LIMITS: Final = (16, 4096)
+"""The next blocks that are kept clean: this share of the pool, as a divisor, within these limits."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """Blocks of host memory that copies of one step read or write.
+
+    Attributes:
+        session_number: The session.
+        sequence: Its step.
+        block_ids: The blocks, one entry per copy.
+    """
+
+    session_number: SessionNumber
+    sequence: ids.StepNumber
+    block_ids: list[BlockId]
+
+
+@dataclass(frozen=True, slots=True)
+class HostTierSnapshot:
+    """The second tier at one moment.
+
+    Attributes:
+        free_list: The free blocks, by their number here.
+        uses: The copies that may be under way.
+        to_clean: Blocks of the first tier that are to be cleaned, in order, unless they have changed since.
+        num_unscanned: Number of blocks that were allocated since these were found.
+        counters: See `HostTier`.
+    """
+
+    free_list: FreeListSnapshot
+    uses: list[HostUse]
+    to_clean: list[BlockId]
+    num_unscanned: int
+    counters: HostCounters
+
+
+class HostTier:
+    """The blocks of host memory of a pool.
+
+    Attributes:
+        num_blocks: Number of blocks.
+        num_cached: Number of those that have a hash, by group.
+        counters: What was copied and lost.
+    """
+
+    def __init__(self, config: PoolConfig, first: "BlockPool") -> None:
+        self.num_blocks = config.num_host_blocks
+        self.num_cached = [0] * len(config.groups)
+        self.counters = HostCounters()
+        self._first = first
+        self._first_id = config.num_blocks
+        self._offset = config.num_blocks - 1  # the free list's block 0 is the null block
+        self._free = FreeList(config.num_host_blocks + 1)
+        self._free.extend_columns(config.num_host_blocks + 1)
+        self._uses: dict[SessionNumber, deque[HostUse]] = {}
+        low, high = _AHEAD_LIMITS
+        self._num_ahead = min(max(config.num_blocks // _AHEAD_SHARE, low), high)
+        self._to_clean: deque[BlockId] = deque()
+        self._num_unscanned = 0  # blocks that were allocated since these were found
+
+    @property
+    def num_free(self) -> int:
+        """Number of blocks that no copy uses."""
+        return self._free.num_free
+
+    @property
+    def uses(self) -> list[HostUse]:
+        """The copies that may be under way."""
+        return [use for uses in self._uses.values() for use in uses]
+
+    def contains(self, block_id: BlockId) -> bool:
+        """Whether a block is of this tier."""
+        return block_id >= self._first_id
+
+    def places(self, block_ids: Sequence[BlockId]) -> list[int]:
+        """Where blocks of this tier are among these."""
+        return [i for i, block_id in enumerate(block_ids) if block_id >= self._first_id]
+
+    def without(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """The blocks that are of the first tier."""
+        return [block_id for block_id in block_ids if block_id < self._first_id]
+
+    def ref_cnt(self, block_id: BlockId) -> int:
+        """Number of copies that use a block."""
+        return self._free.ref_cnt(BlockId(block_id - self._offset))
+
+    def promote(
+        self,
+        sources: Sequence[BlockId],
+        targets: Sequence[BlockId],
+        session_number: SessionNumber,
+        sequence: ids.StepNumber,
+    ) -> None:
+        """Gives the hashes of blocks here to blocks of the first tier, which step `sequence` copies them to."""
+        for source, target in zip(sources, targets, strict=True):
+            self._first.copy_hashes(source, target, session_number, sequence)
+        self.read(sources, session_number, sequence)
+
+    def read(self, sources: Sequence[BlockId], session_number: SessionNumber, sequence: ids.StepNumber) -> None:
+        """Makes blocks in use that step `sequence` copies to the first tier."""
+        self._free.hold([BlockId(block_id - self._offset) for block_id in sources])
+        self._note_use(HostUse(session_number, sequence, list(sources)))
+        self.counters.copied_in_blocks += len(sources)
+
+    def clean(
+        self, num_taken: int, most: int, session_number: SessionNumber, sequence: ids.StepNumber
+    ) -> Iterator[tuple[BlockId, BlockId]]:
+        """Orders copies of the next blocks to be allocated, see rule 6; yields the source and the target of each.
+
+        Called at the end of step `sequence`, which has taken `num_taken` blocks, at least 1, and makes at most `most`
+        copies.
+        """
+        self._num_unscanned += num_taken
+        if self._num_unscanned >= self._num_ahead // 2:
+            self._num_unscanned = 0
+            self._to_clean = deque(self._first.free_list.next_used(self._num_ahead))
+        most = min(2 * num_taken + _LEAST_CLEANED, MAX_CLEANED, self._free.num_free, most)
+        sources: list[BlockId] = []
+        while self._to_clean and len(sources) < most:
+            block_id = self._to_clean.popleft()
+            if self._is_to_clean(block_id):
+                sources.append(block_id)
+        if not sources:
+            return
+        targets = [BlockId(number + self._offset) for number in self._free.take(len(sources))]
+        evicted = self._first.prefix_map.hashed_among(targets)
+        self.counters.evicted_blocks += len(evicted)
+        self._first.remove_hashes(evicted)
+        for source, target in zip(sources, targets, strict=True):
+            self._first.copy_hashes(source, target, session_number, sequence)
+            self.num_cached[self._first.prefix_map.group_id(target)] += 1
+            yield source, target
+        self.counters.copied_out_blocks += len(targets)
+        self._note_use(HostUse(session_number, sequence, targets))
+        self._first.free_list.hold_first(sources, session_number, sequence)
+
+    def _is_to_clean(self, block_id: BlockId) -> bool:
+        first = self._first
+        return (
+            first.free_list.is_free_for_all(block_id)
+            and first.prefix_map.block_hash(block_id) is not None
+            and block_id not in first.prefix_map.pending.steps
+            and not self.has_copy(block_id)
+        )
+
+    def has_copy(self, block_id: BlockId) -> bool:
+        """Whether the contents of a cached block of the first tier are here, too."""
+        return self._first.prefix_map.last_copy(block_id) >= self._first_id
+
+    def note_evicted(self, block_ids: Sequence[BlockId]) -> None:
+        """Counts the contents that are lost when these cached blocks of the first tier are evicted."""
+        self.counters.lost_blocks += [self.has_copy(block_id) for block_id in block_ids].count(False)
+
+    def note_removed(self, block_ids: Iterable[BlockId]) -> None:
+        """Counts blocks that are about to lose their hashes, those of the first tier ignored."""
+        for block_id in block_ids:
+            if block_id >= self._first_id:
+                self.num_cached[self._first.prefix_map.group_id(block_id)] -= 1
+
+    def clear(self) -> None:
+        """Notes that all blocks have lost their hashes."""
+        self.num_cached = [0] * len(self.num_cached)
+        self._to_clean.clear()
+
+    def _note_use(self, use: HostUse) -> None:
+        self._uses.setdefault(use.session_number, deque()).append(use)
+
+    def has_waiting(self, session_number: SessionNumber, launched: ids.StepNumber) -> bool:
+        """Whether blocks are in use by copies of a session's steps up to `launched`."""
+        uses = self._uses.get(session_number)
+        return bool(uses) and uses[0].sequence <= launched  # type: ignore[index]  # has entries
+
+    def release(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
+        """Frees what copies of a session's steps up to `executed` use. O(blocks)."""
+        uses = self._uses.get(session_number)
+        while uses and uses[0].sequence <= executed:
+            block_ids = uses.popleft().block_ids
+            freed = self._free.drop([BlockId(block_id - self._offset) for block_id in block_ids])
+            block_hash = self._first.prefix_map.block_hash
+            self._free.prepend([each for each in freed if block_hash(BlockId(each + self._offset)) is None])
+            self._free.append([each for each in freed if block_hash(BlockId(each + self._offset)) is not None])
+        if uses is not None and not uses:
+            del self._uses[session_number]
+
+    def snapshot(self) -> HostTierSnapshot:
+        """The tier at this moment; read it before `end_snapshot`. O(copies under way)."""
+        to_clean, counters = list(self._to_clean), replace(self.counters)
+        return HostTierSnapshot(self._free.snapshot(), self.uses, to_clean, self._num_unscanned, counters)
+
+    def end_snapshot(self) -> None:
+        """Ends a snapshot. The rest of it can no longer be read."""
+        self._free.end_snapshot()
+
+    def restore(self, snapshot: HostTierSnapshot) -> None:
+        """Makes a new tier as it was, after the prefix map.
+
+        Raises:
+            ValueError: The snapshot is not of a tier of this size.
+            LookupError: A block does not exist.
+        """
+        self._free.restore(snapshot.free_list, [BlockId(i) for i in range(self.num_blocks + 1)])
+        for use in snapshot.uses:
+            self._note_use(use)
+        self._to_clean, self._num_unscanned = deque(snapshot.to_clean), snapshot.num_unscanned
+        self.counters = snapshot.counters
+        prefix_map = self._first.prefix_map
+        for block_id in prefix_map.hashed_among(map(BlockId, range(self._first_id, prefix_map.num_columns))):
+            self.num_cached[prefix_map.group_id(block_id)] += 1
