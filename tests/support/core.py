@@ -165,8 +165,8 @@ class World:
         """Expects an error that changes nothing; see `refused`."""
         return refused(kind, state=self.snapshot, **error)
 
-    def free(self, session: Session, number: int) -> StepResult:
-        return self.run(session, Operation.FREE, request_numbers=[number])
+    def free(self, session: Session, number: int, **columns: Any) -> StepResult:
+        return self.run(session, Operation.FREE, request_numbers=[number], **columns)
 
     def sessions(self) -> list[Session]:
         return list(self.pool.sessions.values())
@@ -188,7 +188,7 @@ def opened(num_blocks: int = 20, **options: Any) -> tuple[World, Session]:
 def snapshot(pool: KVCacheManager, sessions: list[Session]) -> object:
     """Returns the visible state of a pool and its sessions, for comparisons."""
     blocks = pool.blocks
-    ids = [BlockId(i) for i in range(blocks.num_blocks)]
+    ids = [BlockId(i) for i in range(pool.config.num_ids)]
     return (
         list(blocks.free_list),
         [blocks.ref_cnt(b) for b in ids],

@@ -3,6 +3,7 @@
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 
+from kvpool.core.blocks.host_tier import copier
 from kvpool.core.blocks.integrity import require, uses_by, waiting_for_steps
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.ids import NULL_BLOCK, BlockId, GroupId, SessionNumber
@@ -152,6 +153,6 @@ def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None
     pending = prefix_map.pending.steps
     require(pending.keys() <= set(hashed), "a block without a hash is pending")
     require(
-        sorted(pending) == sorted(b for w in writers for b in prefix_map.pending.of(w)),
+        sorted(pending) == sorted(b for w in writers for n in (w, copier(w)) for b in prefix_map.pending.of(n)),
         "pending blocks differ from the pending blocks of open sessions",
     )

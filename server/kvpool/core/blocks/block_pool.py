@@ -349,6 +349,8 @@ class BlockPool:
             for each, num_evicted in zip(self.group_counters, self.prefix_map.num_by_group(cached), strict=True):
                 each.evicted_blocks += num_evicted
             self.remove_hashes(cached)
+        if self.host:
+            self.host.note_taken(taken)
         if self.block_lifetimes:
             self.block_lifetimes.record_taken(taken)
         return taken

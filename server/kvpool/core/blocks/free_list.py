@@ -197,28 +197,16 @@ class FreeList:
         return found
 
     def next_used(self, count: int) -> list[BlockId]:
-        """Those of the next `count` blocks that were ever used and have no holder, in order. O(count)."""
+        """Those of the next `count` blocks that were ever used, in order, parked ones left out. O(count)."""
         column, found = self._column, list[BlockId]()
         for number, chunk in self._order.items():
             if count <= 0:
                 break
-            if number and not chunk.holder:
+            if number:
                 some = chunk.block_ids[chunk.at : chunk.at + count]
                 found += [block_id for block_id in some if column[block_id] == -number]
             count -= chunk.num_free
         return found
-
-    def is_free_for_all(self, block_id: BlockId) -> bool:
-        """Whether a block is free and has no holder."""
-        entry = self._column[block_id]
-        return entry <= 0 and self._chunks[-entry].holder == NO_SESSION
-
-    def hold_first(self, block_ids: list[BlockId], holder: SessionNumber, until: ids.StepNumber) -> None:
-        """Moves free blocks without a holder to the front, in order; a session holds them until a step."""
-        self.hold(block_ids)
-        before, self.user, self.until = (self.user, self.until), holder, until
-        self.prepend(block_ids)
-        self.user, self.until = before
 
     def entries(self, blocks: slice) -> list[int]:
         """The column's entries of these blocks, see rule 1. A copy."""
@@ -275,11 +263,6 @@ class FreeList:
         column, chunks, usable = self._column, self._chunks, (NO_SESSION, self.user)
         found = [(b, chunks[-column[b]]) for b in block_ids if b and column[b] <= 0]
         return [(block_id, chunk) for block_id, chunk in found if chunk.holder not in usable]
-
-    def is_held_until(self, holder: SessionNumber, launched: ids.StepNumber) -> bool:
-        """Whether a session holds free blocks until a step up to `launched`."""
-        held = self._held.get(holder)
-        return held is not None and next(iter(held.chunks.values())).until <= launched
 
     def held_by(self, holder: SessionNumber) -> list[BlockId]:
         """The free blocks that a session holds."""

@@ -9,18 +9,19 @@
 3. Demotion is cleaning: the server orders copies of cached blocks that are free and will be allocated soon. So no
    allocation waits for a copy; the eviction of a clean block only changes the map. What an allocation takes before it
    is clean is lost to the pool. Pending blocks are not cleaned, as it is not certain that they are computed.
-4. The source of such a copy stays free, but only the session that makes the copy can take it until that step is
-   executed: its steps run in order (`StepsInFlight`, rule 2). The target is pending until then, so that the death of an
-   engine leaves no wrong block.
-5. Promotion: an admission takes blocks of the first tier for those of its hit that are here, and orders the copies.
+4. Nobody finds the target of such a copy until the step that makes it is reported as executed, so that the death of an
+   engine leaves no wrong block. Until then it is pending, under a number that is no session's (`copier`).
+5. The source stays free. The steps of the session that copies it run in order, so this session can take it. If another
+   session takes it before the step is executed, the contents of the target are uncertain, and it loses its hash.
+6. Promotion: an admission takes blocks of the first tier for those of its hit that are here, and orders the copies.
    These are `BlockCopy`s, which hold their targets until the step is launched.
-6. A step orders copies to this tier only if it takes blocks, so that it is certain to be launched, and in proportion.
-7. A session that reports neither launched nor executed steps has executed the steps before each step.
+7. A step orders copies to this tier only if it takes blocks, so that it is certain to be launched, and in proportion.
+8. A session that reports neither launched nor executed steps has executed the steps before each step.
 """
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from kvpool.core import ids
@@ -40,6 +41,11 @@ _AHEAD_LIMITS: Final = (16, 4096)
 """The next blocks that are kept clean: this share of the pool, as a divisor, within these limits."""
 
 
+def copier(session_number: SessionNumber) -> SessionNumber:
+    """The number under which the targets of a session's copies to host memory are pending; see rule 4."""
+    return SessionNumber(-session_number)
+
+
 @dataclass(frozen=True, slots=True)
 class HostUse:
     """Blocks of host memory that copies of one step read or write.
@@ -48,11 +54,13 @@ class HostUse:
         session_number: The session.
         sequence: Its step.
         block_ids: The blocks, one entry per copy.
+        sources: Of copies to host memory, the blocks of the first tier.
     """
 
     session_number: SessionNumber
     sequence: ids.StepNumber
     block_ids: list[BlockId]
+    sources: list[BlockId] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,7 @@ class HostTierSnapshot:
     Attributes:
         free_list: The free blocks, by their number here.
         uses: The copies that may be under way.
+        copying: Of copies to host memory whose sources were not taken since: source, session and target.
         to_clean: Blocks of the first tier that are to be cleaned, in order, unless they have changed since.
         num_unscanned: Number of blocks that were allocated since these were found.
         counters: See `HostTier`.
@@ -69,6 +78,7 @@ class HostTierSnapshot:
 
     free_list: FreeListSnapshot
     uses: list[HostUse]
+    copying: list[tuple[BlockId, SessionNumber, BlockId]]
     to_clean: list[BlockId]
     num_unscanned: int
     counters: HostCounters
@@ -93,6 +103,7 @@ class HostTier:
         self._free = FreeList(config.num_host_blocks + 1)
         self._free.extend_columns(config.num_host_blocks + 1)
         self._uses: dict[SessionNumber, deque[HostUse]] = {}
+        self._copying: dict[BlockId, tuple[SessionNumber, BlockId]] = {}  # sources: who copies them, and the targets
         low, high = _AHEAD_LIMITS
         self._num_ahead = min(max(config.num_blocks // _AHEAD_SHARE, low), high)
         self._to_clean: deque[BlockId] = deque()
@@ -143,18 +154,17 @@ class HostTier:
         self.counters.copied_in_blocks += len(sources)
 
     def clean(
-        self, num_taken: int, most: int, session_number: SessionNumber, sequence: ids.StepNumber
+        self, num_taken: int, session_number: SessionNumber, sequence: ids.StepNumber
     ) -> Iterator[tuple[BlockId, BlockId]]:
-        """Orders copies of the next blocks to be allocated, see rule 6; yields the source and the target of each.
+        """Orders copies of the next blocks to be allocated, see rule 7; yields the source and the target of each.
 
-        Called at the end of step `sequence`, which has taken `num_taken` blocks, at least 1, and makes at most `most`
-        copies.
+        Called at the end of step `sequence`, which has taken `num_taken` blocks, at least 1, and makes the copies.
         """
         self._num_unscanned += num_taken
         if self._num_unscanned >= self._num_ahead // 2:
             self._num_unscanned = 0
             self._to_clean = deque(self._first.free_list.next_used(self._num_ahead))
-        most = min(2 * num_taken + _LEAST_CLEANED, MAX_CLEANED, self._free.num_free, most)
+        most = min(2 * num_taken + _LEAST_CLEANED, MAX_CLEANED, self._free.num_free)
         sources: list[BlockId] = []
         while self._to_clean and len(sources) < most:
             block_id = self._to_clean.popleft()
@@ -167,21 +177,35 @@ class HostTier:
         self.counters.evicted_blocks += len(evicted)
         self._first.remove_hashes(evicted)
         for source, target in zip(sources, targets, strict=True):
-            self._first.copy_hashes(source, target, session_number, sequence)
+            self._first.copy_hashes(source, target, copier(session_number), sequence)
             self.num_cached[self._first.prefix_map.group_id(target)] += 1
+            self._copying[source] = session_number, target
             yield source, target
         self.counters.copied_out_blocks += len(targets)
-        self._note_use(HostUse(session_number, sequence, targets))
-        self._first.free_list.hold_first(sources, session_number, sequence)
+        self._note_use(HostUse(session_number, sequence, targets, sources))
 
     def _is_to_clean(self, block_id: BlockId) -> bool:
         first = self._first
         return (
-            first.free_list.is_free_for_all(block_id)
+            not first.free_list.ref_cnt(block_id)
             and first.prefix_map.block_hash(block_id) is not None
             and block_id not in first.prefix_map.pending.steps
             and not self.has_copy(block_id)
         )
+
+    def note_taken(self, block_ids: Sequence[BlockId]) -> None:
+        """Drops the contents of copies whose sources another session takes, the user of the free list; see rule 5."""
+        copying, user = self._copying, self._first.free_list.user
+        if copying.keys().isdisjoint(block_ids):
+            return
+        uncertain = [copying.pop(b)[1] for b in block_ids if b in copying and copying[b][0] != user]
+        self._first.remove_hashes(self._first.prefix_map.hashed_among(uncertain))
+
+    def copies_of(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
+        """The blocks here with the contents of those of these blocks that are cached."""
+        prefix_map = self._first.prefix_map
+        copies = map(prefix_map.last_copy, prefix_map.hashed_among(block_ids))
+        return [block_id for block_id in copies if block_id >= self._first_id]
 
     def has_copy(self, block_id: BlockId) -> bool:
         """Whether the contents of a cached block of the first tier are here, too."""
@@ -211,11 +235,16 @@ class HostTier:
         return bool(uses) and uses[0].sequence <= launched  # type: ignore[index]  # has entries
 
     def release(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
-        """Frees what copies of a session's steps up to `executed` use. O(blocks)."""
+        """Frees what copies of a session's steps up to `executed` use, and publishes their targets. O(blocks)."""
         uses = self._uses.get(session_number)
+        self._first.prefix_map.pending.publish(copier(session_number), executed)
         while uses and uses[0].sequence <= executed:
-            block_ids = uses.popleft().block_ids
-            freed = self._free.drop([BlockId(block_id - self._offset) for block_id in block_ids])
+            use = uses.popleft()
+            for source, target in zip(use.sources, use.block_ids, strict=False):  # of copies from here: no sources
+                self._first.prefix_map.set_writer(target, session_number)
+                if self._copying.get(source) == (session_number, target):
+                    del self._copying[source]
+            freed = self._free.drop([BlockId(block_id - self._offset) for block_id in use.block_ids])
             block_hash = self._first.prefix_map.block_hash
             self._free.prepend([each for each in freed if block_hash(BlockId(each + self._offset)) is None])
             self._free.append([each for each in freed if block_hash(BlockId(each + self._offset)) is not None])
@@ -224,8 +253,9 @@ class HostTier:
 
     def snapshot(self) -> HostTierSnapshot:
         """The tier at this moment; read it before `end_snapshot`. O(copies under way)."""
+        copying = [(source, *of) for source, of in self._copying.items()]
         to_clean, counters = list(self._to_clean), replace(self.counters)
-        return HostTierSnapshot(self._free.snapshot(), self.uses, to_clean, self._num_unscanned, counters)
+        return HostTierSnapshot(self._free.snapshot(), self.uses, copying, to_clean, self._num_unscanned, counters)
 
     def end_snapshot(self) -> None:
         """Ends a snapshot. The rest of it can no longer be read."""
@@ -241,6 +271,7 @@ class HostTier:
         self._free.restore(snapshot.free_list, [BlockId(i) for i in range(self.num_blocks + 1)])
         for use in snapshot.uses:
             self._note_use(use)
+        self._copying = {source: (session_number, target) for source, session_number, target in snapshot.copying}
         self._to_clean, self._num_unscanned = deque(snapshot.to_clean), snapshot.num_unscanned
         self.counters = snapshot.counters
         prefix_map = self._first.prefix_map

@@ -20,7 +20,7 @@ from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
-from kvpool.core.blocks.host_tier import HostTier
+from kvpool.core.blocks.host_tier import HostTier, copier
 from kvpool.core.blocks.integrity import check_blocks, uses_by, waiting_for_steps
 from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch, SearchEnd
 from kvpool.core.blocks.quota import Quotas
@@ -40,9 +40,6 @@ from kvpool.core.statistics import ActivityCounters, PrefixCacheStats, RecentHit
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 
 SUSPENDED_RETRY_SECONDS: Final = 0.5
-_CLEANED_SHARE: Final = 4
-"""The part of the free blocks that one step copies to host memory at most, as a divisor: other sessions do not get them
-until the step is executed."""
 _RESERVE_FLOOR_SHARE: Final = 16
 """The part of a pool's blocks that no reserve takes, as a divisor."""
 
@@ -573,18 +570,10 @@ class KVCacheManager:
         self, session: Session, num_taken: int, sequence: ids.StepNumber
     ) -> Iterator[tuple[GroupId, BlockId, BlockId]]:
         """Orders copies to host memory, see `HostTier.clean`; yields group, source and target of each."""
-        host, holding = self.blocks.host, session.holding
-        if not host or not num_taken:
-            return
-        num_waiting = self.blocks.free_list.num_held_by(session.session_number)
-        # The sources wait for the session's step, and so count for it.
-        most = min(self.quotas.num_left, self.blocks.num_free_blocks // _CLEANED_SHARE)
-        if holding and holding.max_blocks:
-            most = min(most, holding.max_blocks - len(holding.counts) - num_waiting)
-        for source, target in host.clean(num_taken, most, session.session_number, sequence):
-            yield self.blocks.prefix_map.group_id(source), source, target
-        if holding:
-            self.quotas.cover(holding)
+        host = self.blocks.host
+        if host and num_taken:
+            for source, target in host.clean(num_taken, session.session_number, sequence):
+                yield self.blocks.prefix_map.group_id(source), source, target
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, last block first. The caller removes the request or admits it again."""
@@ -652,8 +641,10 @@ class KVCacheManager:
         check_blocks(self.blocks, uses, range(1, self.blocks.num_blocks) if blocks is None else blocks)
 
     def evict_pending(self, session_number: SessionNumber) -> None:
-        """Evicts the blocks that a session has cached and not reported as executed."""
+        """Evicts the blocks that a session has cached or copied, and not reported as executed."""
         self.blocks.evict_blocks(self.blocks.prefix_map.pending.of(session_number))
+        if self.blocks.host:
+            self.blocks.evict_blocks(self.blocks.prefix_map.pending.of(copier(session_number)))
 
     def withdraw_pending(self, request: Request, launched: ids.StepNumber, *, reports_execution: bool) -> None:
         """Hides a request's cached blocks that were not reported as executed from all other sessions. O(its blocks).

@@ -233,6 +233,12 @@ class PrefixMap:
         """Session that filled a block with a hash, by the number that it had when the block was published."""
         return self._session_numbers[block_id]
 
+    def set_writer(self, block_id: BlockId, session_number: SessionNumber) -> None:
+        """Records which session filled a block that is not pending."""
+        for copied in self._column_copies:
+            copied.before_change((block_id,))
+        self._session_numbers[block_id] = session_number
+
     def is_visible(self, block_id: BlockId, reader: SessionNumber) -> bool:
         """Whether `reader` can use the contents of a block with a hash."""
         return block_id not in self.pending.steps or self._session_numbers[block_id] == reader

@@ -118,11 +118,11 @@ class StepsInFlight:
         self.kept.pop(session_number, None)
 
     def has_waiting(self, session_number: SessionNumber, launched: ids.StepNumber) -> bool:
-        """Whether blocks wait for steps of a session up to `launched`."""
+        """Whether blocks wait for steps of a session, all of which are up to `launched`."""
         host = self._blocks.host
         return (
             session_number in self.kept
-            or self._blocks.free_list.is_held_until(session_number, launched)
+            or self._blocks.free_list.num_held_by(session_number) > 0
             or (host is not None and host.has_waiting(session_number, launched))
         )
 

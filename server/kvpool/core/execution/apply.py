@@ -361,7 +361,8 @@ class _Application:
 
     def _change_pool(self, i: int, row: PoolRow) -> None:
         if row.operation is Operation.EVICT:
-            self._pool.blocks.evict_blocks(row.block_ids)
+            host = self._pool.blocks.host
+            self._pool.blocks.evict_blocks([*row.block_ids, *host.copies_of(row.block_ids)] if host else row.block_ids)
         elif not self._pool.reset_prefix_cache():
             self._put_outcome(i, Outcome.IN_USE)
 

@@ -1,0 +1,379 @@
+"""The second tier: copies to host memory and back, who finds them, and what a death, a reset or an eviction leaves."""
+
+from typing import Any
+
+import pytest
+
+from kvpool.core.blocks.host_tier import MAX_CLEANED, HostTier
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.core.ids import BlockId, RequestNumber
+from kvpool.core.pools.snapshots import end_pool_snapshot, pool_snapshot, restored_pool
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.statistics import HostCounters
+from kvpool.core.steps.columns import Operation, Outcome, StepResult
+from support.core import BLOCK_SIZE, World, config
+from support.integrity import check_integrity
+
+PROMPT = 4 * BLOCK_SIZE
+NUM_BLOCKS = 18
+FIRST_HOST = BlockId(NUM_BLOCKS)
+
+
+class HostWorld(World):
+    """A pool with host memory, whose sessions run each step before they make the next one."""
+
+    def __init__(self, num_blocks: int = NUM_BLOCKS, num_host_blocks: int = 32, **options: Any) -> None:
+        super().__init__(num_blocks, num_host_blocks=num_host_blocks, **options)
+        self._number = 0
+
+    @property
+    def host(self) -> HostTier:
+        assert self.pool.blocks.host
+        return self.pool.blocks.host
+
+    def serve(self, session: Session, content: str, num_tokens: int = PROMPT, num_later: int = 0) -> StepResult:
+        """Admits a request, computes its last tokens with a later step, and frees it when it has run."""
+        self._number += 1
+        most = [num_tokens - num_later]
+        result = self.admit(session, self._number, content, num_tokens, num_new_tokens=most, **executed(session))
+        self.check()
+        computed = session.by_number[RequestNumber(self._number)].num_computed_tokens
+        if computed < num_tokens:
+            self.allocate(session, self._number, num_tokens - computed, **executed(session))
+            self.check()
+        self.free(session, self._number, **executed(session))
+        self.check()
+        return result
+
+    def fill(self, session: Session, *contents: str) -> list[tuple[int, int]]:
+        """Serves prompts; returns the copies to host memory."""
+        copies = [copy for content in contents for copy in copies_of(self.serve(session, content))]
+        return [copy for copy in copies if copy[1] >= self.pool.blocks.num_blocks]
+
+    def check(self) -> None:
+        check_integrity(self.pool, self.sessions())
+
+
+def executed(session: Session) -> dict[str, Any]:
+    """What a session reports that has run all of its steps."""
+    return {"executed": session.sequence, "launched_sequence": session.sequence}
+
+
+def copies_of(result: StepResult) -> list[tuple[int, int]]:
+    ids = result.copied_block_ids
+    return list(zip(ids[1::3], ids[2::3], strict=True))
+
+
+def hit_tokens(result: StepResult) -> int:
+    return sum(result.num_hit_tokens)
+
+
+@pytest.fixture
+def world() -> HostWorld:
+    return HostWorld()
+
+
+def test_blocks_that_will_be_allocated_soon_are_copied_and_found_after_their_eviction(world: HostWorld) -> None:
+    session = world.open()
+    assert world.fill(session, "aaaa") == []
+    assert world.fill(session, "bbbb") == [(4, 18), (3, 19), (2, 20), (1, 21)]
+    world.fill(session, "cccc", "dddd", "eeee", "ffff")
+    result = world.serve(session, "aaaa")
+    assert (result.num_hit_tokens, result.num_prefix_blocks) == ([PROMPT - BLOCK_SIZE], [3])
+    assert copies_of(result)[:3] == list(zip((21, 20, 19), result.block_ids[:3], strict=True))
+    assert max(result.block_ids) < FIRST_HOST
+    assert world.pool.stats.host_hits_tokens == PROMPT - BLOCK_SIZE
+    assert world.pool.stats.shared_hits_tokens == 0
+    assert world.host.counters.copied_in_blocks == 3
+
+
+def test_host_memory_changes_no_block_that_a_pool_gives_out() -> None:
+    answers = []
+    for world in (World(NUM_BLOCKS), HostWorld()):
+        session, ids = world.open(), []
+        for number, content in enumerate(("aaaa", "bbbb", "cccc", "dddd", "eeee", "eeee"), 1):
+            result = world.admit(session, number, content, PROMPT, **executed(session))
+            ids.append((result.block_ids, result.num_hit_tokens, result.free_blocks))
+            world.free(session, number, **executed(session))
+        answers.append(ids)
+    assert answers[0] == answers[1]
+
+
+def test_a_step_that_takes_no_block_orders_no_copy(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, "aaaa", "bbbb", "cccc")
+    assert world.run(session, **executed(session)).copied_block_ids == []
+
+
+def test_the_copies_keep_pace_with_the_blocks_that_are_taken() -> None:
+    num_blocks, num_taken = 4 * MAX_CLEANED, 32
+    world = HostWorld(num_blocks, num_blocks)
+    session = world.open()
+    contents = iter(map(chr, range(0x100, 0x1000)))
+    for content, _ in zip(contents, range(num_blocks // num_taken - 8), strict=False):
+        assert world.serve(session, content, num_taken * BLOCK_SIZE).copied_block_ids == []
+    for content, _ in zip(contents, range(100), strict=False):
+        assert len(copies_of(world.serve(session, content, num_taken * BLOCK_SIZE))) <= 2 * num_taken + 8
+    assert world.host.counters.lost_blocks == 0
+    assert world.host.counters.evicted_blocks > 0
+
+
+def test_nobody_finds_a_copy_before_its_step_is_executed(world: HostWorld) -> None:
+    writer, reader = world.open(), world.open()
+    world.fill(writer, "aaaa")
+    world.admit(writer, 50, "bbbb", PROMPT, **executed(writer))
+    target, visible = world.host.uses[0].block_ids[-1], world.pool.blocks.prefix_map.is_visible
+    assert not visible(target, writer.session_number)
+    assert not visible(target, reader.session_number)
+    world.run(writer, **executed(writer))
+    assert visible(target, reader.session_number)
+    assert world.host.uses == []
+
+
+def in_flight(world: HostWorld) -> tuple[Session, Session, list[BlockId]]:
+    """A session whose step copies blocks [4, 3, 2, 1], another one, and the targets."""
+    copier, other = world.open(), world.open()
+    world.fill(copier, "aaaa")
+    world.admit(copier, 50, "bbbb", PROMPT, **executed(copier))
+    (use,) = world.host.uses
+    assert use.sources == [4, 3, 2, 1]
+    return copier, other, use.block_ids
+
+
+def test_a_source_that_another_session_takes_before_leaves_no_copy(world: HostWorld) -> None:
+    copier, other, targets = in_flight(world)
+    world.admit(other, 1, "cdefghijk", 10 * BLOCK_SIZE)  # the last block that it takes is 4
+    assert [world.pool.blocks.block_hash(each) is None for each in targets] == [True, False, False, False]
+    assert world.host.uses[0].block_ids == targets  # the copy may be writing there
+    world.check()
+    world.run(copier, **executed(copier))
+    assert world.host.num_free == world.host.num_blocks
+    world.check()
+
+
+def test_a_source_that_the_same_session_takes_leaves_its_copy(world: HostWorld) -> None:
+    copier, _, targets = in_flight(world)
+    world.admit(copier, 51, "cdefghijk", 10 * BLOCK_SIZE)
+    world.run(copier, **executed(copier))
+    assert None not in [world.pool.blocks.block_hash(each) for each in targets]
+
+
+def test_a_session_that_dies_leaves_no_copy_that_may_be_half_made(world: HostWorld) -> None:
+    copier, _, targets = in_flight(world)
+    world.allocator.evict_session("m", copier.session_number, 0.0, quarantine_seconds=5.0)
+    assert [world.pool.blocks.block_hash(each) for each in targets] == [None] * 4
+    assert world.host.num_free == world.host.num_blocks - 4
+    world.check()
+    world.allocator.end_quarantine("m", [copier.session_number])
+    assert world.host.num_free == world.host.num_blocks
+    world.check()
+
+
+def test_a_session_that_closes_releases_its_copies(world: HostWorld) -> None:
+    copier, _, targets = in_flight(world)
+    world.allocator.close_session(copier.session_id, 0.0)
+    assert world.host.num_free == world.host.num_blocks
+    assert [world.pool.blocks.block_hash(each) for each in targets] == [None] * 4
+    world.check()
+
+
+def test_the_steps_of_a_session_that_reports_none_have_run_before_the_next_one(world: HostWorld) -> None:
+    session = world.open()
+    world.admit(session, 1, "aaaa", PROMPT)
+    for number, content in ((2, "bbbb"), (3, "cccc"), (4, "dddd")):
+        world.free(session, number - 1)
+        world.admit(session, number, content, PROMPT)
+        world.check()
+        assert {use.sequence for use in world.host.uses} <= {session.sequence}
+
+
+def test_copies_that_are_read_and_written_are_not_replaced() -> None:
+    world = HostWorld(num_host_blocks=4)
+    session = world.open()
+    world.fill(session, "aaaa", "bbbb", "cccc", "dddd", "eeee")
+    kept = world.host.uses
+    assert kept == []
+    for number, content in enumerate("fghij", 50):  # none of these steps is executed
+        world.admit(session, number, content * 4, 2 * BLOCK_SIZE)
+        used = [block_id for use in world.host.uses for block_id in use.block_ids]
+        assert len(used) == len(set(used)) <= 4
+        world.check()
+
+
+def test_the_blocks_of_host_memory_that_were_copied_least_recently_are_replaced() -> None:
+    world = HostWorld(num_host_blocks=8)
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdefgh"))
+    assert world.host.counters.evicted_blocks > 0
+    assert sum(world.host.num_cached) == 8
+    assert hit_tokens(world.serve(session, "aaaa")) == 0
+    world.check()
+
+
+def test_an_allocation_with_a_promised_hit_answers_it_with_the_blocks_of_the_copies(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    promise = world.declare(session, Operation.LOOKUP, 50, "aaaa", PROMPT, **executed(session))
+    assert promise.block_ids == [21, 20, 19]
+    result = world.allocate(session, 50, PROMPT - hit_tokens(promise), hit=[promise.block_ids], **executed(session))
+    assert (result.num_prefix_blocks, result.num_new_blocks) == ([3], [1])
+    assert copies_of(result)[:3] == list(zip((21, 20, 19), result.block_ids[:3], strict=True))
+    assert session.by_number[RequestNumber(50)].tables[0].block_ids == result.block_ids
+    assert world.pool.stats.host_hits_tokens == 3 * BLOCK_SIZE
+    world.check()
+
+
+def test_a_promised_block_that_is_gone_is_answered_as_a_changed_hit(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    world.declare(session, Operation.LOOKUP, 50, "aaaa", PROMPT, **executed(session))
+    world.run(session, Operation.EVICT, num_block_ids=[1], block_ids=[19])
+    result = world.allocate(session, 50, PROMPT, hit=[[21, 20, 19]])
+    assert (result.outcomes, result.block_ids, result.copied_block_ids) == ([Outcome.HIT_CHANGED], [21, 20], [])
+    world.check()
+
+
+def test_an_admission_without_room_for_the_copies_changes_nothing(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    world.admit(session, 50, "x", 14 * BLOCK_SIZE, **executed(session))
+    world.run(session, **executed(session))
+    before = world.snapshot()
+    result = world.admit(session, 51, "aaaa", PROMPT, **executed(session))
+    assert (result.outcomes, result.copied_block_ids) == ([Outcome.NO_BLOCKS], [])
+    assert world.snapshot()[:4] == before[:4]  # type: ignore[index]  # a tuple
+    assert world.host.uses == []
+    world.check()
+
+
+def test_a_block_that_is_evicted_by_name_loses_its_copy_too(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, "aaaa", "bbbb")
+    assert world.pool.blocks.block_hash(BlockId(21)) is not None
+    world.run(session, Operation.EVICT, num_block_ids=[1], block_ids=[1])
+    assert world.pool.blocks.block_hash(BlockId(21)) is None
+    world.run(session, Operation.EVICT, num_block_ids=[2], block_ids=[20, 49])
+    assert world.pool.blocks.block_hash(BlockId(20)) is None
+    assert world.pool.blocks.block_hash(BlockId(2)) is not None
+    world.check()
+
+
+def test_a_block_beyond_host_memory_is_refused(world: HostWorld) -> None:
+    session = world.open()
+    before = world.snapshot()
+    with pytest.raises(InvalidArgumentError, match=r"50 is not in \[1, 49\]") as caught:
+        world.run(session, Operation.EVICT, num_block_ids=[1], block_ids=[50])
+    assert caught.value.field == "block_ids[0]"
+    assert world.snapshot() == before
+
+
+def test_a_reset_empties_both_tiers_and_a_copy_under_way_is_not_published(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, "aaaa", "bbbb", "cccc")
+    world.admit(session, 50, "dddd", PROMPT, **executed(session))
+    world.free(session, 50, launched_sequence=session.sequence)
+    assert world.host.uses
+    assert world.run(session, Operation.RESET, launched_sequence=session.sequence).outcomes == []
+    assert sum(world.host.num_cached) == 0
+    world.check()
+    world.run(session, **executed(session))
+    assert (sum(world.host.num_cached), world.host.num_free) == (0, world.host.num_blocks)
+    assert hit_tokens(world.serve(session, "aaaa")) == 0
+
+
+def test_a_new_epoch_empties_both_tiers_and_counters_continue(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, "aaaa", "bbbb", "cccc")
+    world.pool.begin_epoch(world.pool.config, 2)
+    assert (sum(world.host.num_cached), world.host.uses) == (0, [])
+    assert world.host.counters.copied_out_blocks == 4
+
+
+def test_sessions_of_another_namespace_or_version_do_not_find_a_copy(world: HostWorld) -> None:
+    session = world.open(namespace=b"one")
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    assert hit_tokens(world.serve(world.open(namespace=b"two"), "aaaa")) == 0
+    assert hit_tokens(world.serve(session, "aaaa")) > 0
+    world.allocator.set_weights_version(session, "2")
+    assert hit_tokens(world.serve(session, "aaaa")) == 0
+    world.check()
+
+
+def test_a_restored_pool_goes_on_as_the_pool_itself(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    world.admit(session, 50, "aaaa", PROMPT, **executed(session))
+    snapshot = pool_snapshot(world.pool)
+    restored = restored_pool(snapshot, None)
+    end_pool_snapshot(world.pool)
+    other = HostWorld()
+    other.allocator.pools.remove(other.pool)
+    other.allocator.pools.add(restored)
+    other.allocator.sessions.restore(other.allocator.pools, [])
+    other.pool, (twin,) = restored, restored.sessions.values()
+    other.check()
+    both = ((world, session), (other, twin))
+    for number, content in enumerate("ghiabjklmbcn", 51):
+        first, second = (each.admit(of, number, content * 4, PROMPT) for each, of in both)
+        assert first == second
+        first, second = (each.free(of, number, **executed(of)) for each, of in both)
+        assert first == second
+    assert other.host.counters == world.host.counters
+    assert world.host.counters.copied_in_blocks > 0
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (FullAttentionSpec(BLOCK_SIZE), SlidingWindowSpec(BLOCK_SIZE, sliding_window=6)),
+        (FullAttentionSpec(BLOCK_SIZE), MambaSpec(BLOCK_SIZE, only_step_ends=True)),
+    ],
+    ids=["window", "states"],
+)
+def test_groups_of_hybrids_are_found_together(specs: Any) -> None:
+    world = HostWorld(24, 64, specs=specs)
+    session = world.open()
+    for content in "abcdefghi":
+        world.serve(session, content * 4, PROMPT + 1, num_later=1)
+    hit = world.serve(session, "aaaa", PROMPT + 1)
+    assert hit_tokens(hit) == PROMPT
+    assert set(hit.copied_block_ids[::3]) == {0, 1}
+
+
+def test_a_hit_that_ends_within_a_block_of_host_memory_is_copied_to_the_block_that_continues_it() -> None:
+    specs = (FullAttentionSpec(16), MambaSpec(16, only_step_ends=True))
+    world = HostWorld(12, 32, specs=specs, prefix_match_unit=4, partial_hits=True)
+    session = world.open()
+    for number, content in enumerate(("abc", *map(str, range(5))), 1):
+        world.admit(session, number, content, 14, num_new_tokens=[12], **executed(session))
+        world.allocate(session, number, 2, **executed(session))
+        world.free(session, number, **executed(session))
+        world.check()
+    result = world.admit(session, 9, "abc", 14, num_new_tokens=[2], **executed(session))
+    assert result.num_hit_tokens == [12]
+    assert max(result.block_ids) < 12
+    tables = [table.block_ids for table in session.by_number[RequestNumber(9)].tables]
+    assert {target for source, target in copies_of(result) if source >= 12} == {table[-1] for table in tables}
+    world.check()
+    world.free(session, 9, **executed(session))
+    world.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "most"), [({"num_host_blocks": 2**31}, 2**31 - 1), ({"num_host_blocks": 1, "enable_caching": False}, 0)]
+)
+def test_a_number_of_host_blocks_is_checked(options: dict[str, Any], most: int) -> None:
+    with pytest.raises(InvalidArgumentError, match=rf"not in \[0, {most}\]") as caught:
+        config(**options).check()
+    assert caught.value.field == "config.num_host_blocks"
+
+
+def test_the_picture_of_a_pool_shows_host_memory(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, "aaaa", "bbbb")
+    info = world.info()
+    assert (info.cached_blocks, info.groups[0].cached_blocks, info.host_memory.cached_blocks) == (8, 8, 4)
+    assert info.host_memory.copied_out_blocks == 4
+    assert not World(NUM_BLOCKS).info().HasField("host_memory")
+    assert HostCounters(4) == world.host.counters
