@@ -119,8 +119,7 @@ class SlotAllocator:
             new = self._allocate_missing(request, counts, num_external_end, num_own)
         if self._quotas.applies_to(request.holding):
             taken = [*promoted, *(block_id for blocks in new for block_id in blocks)]
-            self._quotas.record_gained(request.holding, held, taken)
-            self._quotas.record_gained(request.holding, promoted, ())  # in their copies, too
+            self._quotas.record_gained(request.holding, [*held, *promoted], taken)  # promoted ones: in copies, too
         if new and (self._of_states or copying):
             self._place_states_and_copies(new, request, hit, end_tokens, copying, sequence)
         return new or self.no_blocks

@@ -1,0 +1,273 @@
+"""Engines over two tiers, each with several steps in flight: every step reads what it was given blocks for.
+
+The memory is modelled: each full block holds a content, which copies move and computations write, in the order in which
+each engine runs its steps. An engine that dies makes some of its copies, and half of one.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Final
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.core.blocks.host_tier import HostTier
+from kvpool.core.blocks.quota import Quota
+from kvpool.core.ids import NULL_BLOCK, BlockId, RequestNumber
+from kvpool.core.sessions.request import Request
+from kvpool.core.sessions.session import Session
+from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.state import State
+from kvpool.core.steps.columns import Operation, StepResult
+from support.core import BLOCK_SIZE, World, block_hashes
+from support.integrity import check_integrity
+from support.journal import assert_alike
+
+FULL = FullAttentionSpec(BLOCK_SIZE)
+KINDS: Final = (
+    (FULL,),
+    (FULL, SlidingWindowSpec(BLOCK_SIZE, sliding_window=6)),
+    (FULL, MambaSpec(BLOCK_SIZE, only_step_ends=True)),
+)
+MAX_IN_FLIGHT: Final = 3
+NUM_ACTIONS: Final = 150
+HALF: Final = b"half of a copy"
+
+
+@dataclass
+class Work:
+    """A step that was launched.
+
+    Attributes:
+        sequence: Its number.
+        copies: Its copies, which run first.
+        reads: The contents that blocks must have then.
+        writes: The contents that it writes.
+    """
+
+    sequence: int
+    copies: list[tuple[BlockId, BlockId]]
+    reads: list[tuple[BlockId, bytes]]
+    writes: list[tuple[BlockId, bytes]]
+
+
+@dataclass(eq=False)
+class Engine:
+    """A session, the steps that it has launched and not run, and the newest that has run."""
+
+    session: Session
+    in_flight: deque[Work] = field(default_factory=deque)
+    launched: int = 0
+    executed: int = 0
+    num_requests: int = 0
+
+
+class Engines:
+    """What the engines of a pool do, drawn from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)  # noqa: S311 - a simulation
+        specs, num_host_blocks = self.random.choice(KINDS), self.random.choice((5, 20, 60))
+        num_blocks = self.random.choice((14, 22, 40)) * len(specs)
+        self.world = World(num_blocks, specs=specs, num_host_blocks=num_host_blocks)
+        self.contents: dict[BlockId, bytes] = {}
+        self.engines = [Engine(self.world.open()) for _ in range(self.random.choice((1, 2, 3)))]
+        self.dying: list[Engine] = []
+        actions: dict[Callable[[], None], int] = {
+            self.admit: 30,
+            self.decode: 20,
+            self.leave: 20,
+            self.run_step: 40,
+            self.report: 10,
+            self.run_dying: 3,
+            self.end_quarantine: 2,
+            self.vanish: 1,
+            self.close: 1,
+            self.evict: 1,
+            self.reset: 1,
+            self.restore: 1,
+            self.change_weights: 1,
+        }
+        self._actions, self._weights = list(actions), list(actions.values())
+
+    @property
+    def host(self) -> HostTier:
+        assert self.world.pool.blocks.host
+        return self.world.pool.blocks.host
+
+    def act(self) -> None:
+        """Does one thing, and checks the pool."""
+        (action,) = self.random.choices(self._actions, self._weights)
+        action()
+        if len(self.engines) < 2:
+            quota = Quota(*self.random.choice(((0, 0), (0, 0), (3, 0), (2, 9))))
+            namespace = self.random.choice((b"", b"", b"other"))
+            if quota.min_blocks <= self.world.pool.quotas.num_left:
+                self.engines.append(Engine(self.world.open(quota=quota, namespace=namespace)))
+        check_integrity(self.world.pool, self.world.sessions())
+
+    def _step(self, engine: Engine, *operations: Operation, **columns: Any) -> StepResult:
+        session = engine.session
+        starts = {number: request.num_computed_tokens for number, request in session.by_number.items()}
+        reported = {"executed": engine.executed, "launched_sequence": engine.launched}
+        result = self.world.run(session, *operations, **reported, **columns)
+        ids = result.copied_block_ids
+        copies = [(BlockId(s), BlockId(t)) for s, t in zip(ids[1::3], ids[2::3], strict=True)]
+        if Operation.ADMIT not in operations and Operation.ALLOCATE not in operations:
+            assert not copies, "a step that may not be launched makes copies"
+            return result
+        engine.launched = result.sequence
+        work = Work(result.sequence, copies, [], [])
+        for number in columns["request_numbers"]:
+            request = session.by_number[number]
+            if not result.outcomes:
+                start = starts.get(request.number, 0) or sum(result.num_hit_tokens)
+                self._add_contents(work, request, start)
+        engine.in_flight.append(work)
+        return result
+
+    def _add_contents(self, work: Work, request: Request, start: int) -> None:
+        """Adds what a step over the tokens from `start` on reads and writes of full blocks."""
+        for spec, table in zip(self._specs, request.tables, strict=True):
+            for i, block_id in enumerate(table.block_ids[: request.num_computed_tokens // BLOCK_SIZE]):
+                is_read = (i + 1) * BLOCK_SIZE <= start
+                is_kept = (
+                    is_read or not isinstance(spec, MambaSpec) or (i + 1) * BLOCK_SIZE == request.num_computed_tokens
+                )
+                if block_id == NULL_BLOCK or not is_kept:
+                    continue
+                (work.reads if is_read else work.writes).append((block_id, self._content(request, i)))
+
+    @property
+    def _specs(self) -> list[object]:
+        return [group.spec for group in self.world.pool.config.groups]
+
+    def _content(self, request: Request, i: int) -> bytes:
+        session = self.world.pool.sessions[request.session_number]
+        return request.hashes[i] + repr(session.scope).encode() if request.first_map else request.hashes[i]
+
+    def _run(self, work: Work) -> None:
+        for source, target in work.copies:
+            self.contents[target] = self.contents.get(source, b"")
+        for block_id, content in work.reads:
+            assert self.contents.get(block_id) == content, f"block {block_id} does not hold what it was given for"
+        self.contents.update(work.writes)
+
+    def _one(self, engines: list[Engine]) -> Engine | None:
+        return self.random.choice(engines) if engines else None
+
+    def _able(self) -> Engine | None:
+        return self._one([each for each in self.engines if len(each.in_flight) < MAX_IN_FLIGHT])
+
+    def admit(self) -> None:
+        if not (engine := self._able()):
+            return
+        engine.num_requests += 1
+        content, count = chr(0x100 + self.random.randrange(8)) * 8, self.random.randrange(4, 29)
+        numbers, new = [engine.num_requests], count - self.random.choice((0, 0, count % BLOCK_SIZE))
+        result = self._step(
+            engine,
+            Operation.ADMIT,
+            request_numbers=numbers,
+            num_appended_tokens=[count],
+            num_new_tokens=[max(new, 1)],
+            request_ids=[f"r{engine.num_requests}"],
+            block_hashes=block_hashes(content, count // BLOCK_SIZE),
+        )
+        if result.outcomes:
+            self._step(engine, Operation.FREE, request_numbers=numbers)
+
+    def decode(self) -> None:
+        if not (engine := self._able()):
+            return
+        numbers = [n for n, r in engine.session.by_number.items() if r.holds_blocks and r.num_tokens < 40]
+        if not numbers:
+            return
+        request, count = engine.session.by_number[self.random.choice(numbers)], self.random.randrange(1, 6)
+        before, name = request.num_tokens, f"{engine.session.session_number}.{request.number}"
+        self._step(
+            engine,
+            Operation.ALLOCATE,
+            request_numbers=[request.number],
+            num_appended_tokens=[count],
+            num_new_tokens=[count + before - request.num_computed_tokens],
+            block_hashes=block_hashes(name * 9, (before + count) // BLOCK_SIZE)[before // BLOCK_SIZE * 32 :],
+        )
+
+    def leave(self) -> None:
+        engine = self._one([each for each in self.engines if each.session.requests])
+        if engine:
+            number: RequestNumber = self.random.choice(list(engine.session.by_number))
+            if self.random.random() < 0.3:
+                self._step(engine, Operation.PREEMPT, request_numbers=[number])
+            self._step(engine, Operation.FREE, request_numbers=[number])
+
+    def run_step(self) -> None:
+        if engine := self._one([each for each in self.engines if each.in_flight]):
+            work = engine.in_flight.popleft()
+            self._run(work)
+            engine.executed = work.sequence
+
+    def report(self) -> None:
+        if engine := self._one(self.engines):
+            self.world.allocator.mark_executed(self.world.pool, engine.session, engine.executed)
+
+    def run_dying(self) -> None:
+        if engine := self._one([each for each in self.dying if each.in_flight]):
+            work = engine.in_flight.popleft()
+            num_made = self.random.randrange(len(work.copies) + 1)
+            self.contents.update((target, self.contents.get(source, b"")) for source, target in work.copies[:num_made])
+            self.contents.update((target, HALF) for _, target in work.copies[num_made : num_made + 1])
+            self.contents.update((block_id, HALF) for block_id, _ in work.writes)
+
+    def vanish(self) -> None:
+        if engine := self._one(self.engines):
+            self.engines.remove(engine)
+            self.dying.append(engine)
+            self.world.allocator.evict_session("m", engine.session.session_number, 0.0, quarantine_seconds=1.0)
+
+    def end_quarantine(self) -> None:
+        if self.dying:
+            self.world.allocator.end_quarantine("m", [self.dying.pop(0).session.session_number])
+
+    def close(self) -> None:
+        if engine := self._one(self.engines):
+            for work in engine.in_flight:
+                self._run(work)
+            self.engines.remove(engine)
+            self.world.allocator.close_session(engine.session.session_id, 0.0)
+
+    def evict(self) -> None:
+        if engine := self._one(self.engines):
+            block_ids = self.random.sample(range(1, self.world.pool.config.num_ids), 3)
+            num_groups = len(self.world.pool.config.groups)
+            counts = [3] + [0] * (num_groups - 1)
+            self._step(engine, Operation.EVICT, num_block_ids=counts, block_ids=block_ids)
+
+    def reset(self) -> None:
+        self.world.allocator.reset_prefix_cache(self.world.pool)
+
+    def change_weights(self) -> None:
+        if engine := self._one([each for each in self.engines if not each.session.requests]):
+            self.world.allocator.set_weights_version(engine.session, self.random.choice(("", "1", "2")))
+
+    def restore(self) -> None:
+        with self.world.allocator.snapshot() as snapshot:
+            made = State()
+            made.restore(snapshot)
+        if not any(each.session.holding for each in self.engines):  # otherwise restored in another order
+            assert_alike(self.world.allocator, made)
+
+
+def drive(seed: int) -> HostTier:
+    engines = Engines(seed)
+    for _ in range(NUM_ACTIONS):
+        engines.act()
+    return engines.host
+
+
+@given(st.integers(0, 2**32))
+def test_every_step_reads_what_it_was_given_blocks_for(seed: int) -> None:
+    drive(seed)
