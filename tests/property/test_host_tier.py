@@ -6,16 +6,20 @@ each engine runs its steps. An engine that dies makes some of its copies, and ha
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Final
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool.core.blocks.host_tier import HostTier
+from kvpool.core.blocks.group_manager import GroupManager
+from kvpool.core.blocks.host_tier import HostTier, copier
+from kvpool.core.blocks.integrity import IntegrityError
+from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.ids import NULL_BLOCK, BlockId, RequestNumber
+from kvpool.core.ids import NULL_BLOCK, BlockId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
@@ -271,3 +275,75 @@ def drive(seed: int) -> HostTier:
 @given(st.integers(0, 2**32))
 def test_every_step_reads_what_it_was_given_blocks_for(seed: int) -> None:
     drive(seed)
+
+
+def publish_at_once(patch: pytest.MonkeyPatch) -> None:
+    clean = HostTier.clean
+
+    def published(self: HostTier, num_taken: int, session_number: SessionNumber, sequence: StepNumber) -> Any:
+        yield from clean(self, num_taken, session_number, sequence)
+        self._first.prefix_map.pending.publish(copier(session_number), sequence)
+
+    patch.setattr(HostTier, "clean", published)
+
+
+def reuse_sources(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "note_taken", lambda *_: None)
+
+
+def lose_orders(patch: pytest.MonkeyPatch) -> None:
+    promote = GroupManager.promote
+
+    def lost(self: GroupManager, request: Request, num_hit: int, sequence: StepNumber) -> list[BlockId]:
+        targets, copies = promote(self, request, num_hit, sequence), request.copies
+        copies[:] = [replace(each, source=each.target) if each.target in targets[:1] else each for each in copies]
+        return targets
+
+    patch.setattr(GroupManager, "promote", lost)
+
+
+def make_copies_twice(patch: pytest.MonkeyPatch) -> None:
+    run, made = Engines._run, deque[list[tuple[BlockId, BlockId]]](maxlen=4)
+
+    def twice(self: Engines, work: Work) -> None:
+        run(self, replace(work, copies=[*(made[0] if made else ()), *work.copies]))
+        made.append(work.copies)
+
+    patch.setattr(Engines, "_run", twice)
+
+
+def replace_sources(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "read", lambda *_: None)
+
+
+def forget_what_a_reset_does(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(HostTier, "clear", lambda _: None)
+
+
+def keep_copies_of_the_dead(patch: pytest.MonkeyPatch) -> None:
+    def evicted(self: KVCacheManager, session_number: SessionNumber) -> None:
+        self.blocks.evict_blocks(self.blocks.prefix_map.pending.of(session_number))
+        self.blocks.prefix_map.pending.publish(copier(session_number), StepNumber(2**60))
+
+    patch.setattr(KVCacheManager, "evict_pending", evicted)
+
+
+PLANTED: Final = (
+    (publish_at_once, 77),
+    (reuse_sources, 31),
+    (lose_orders, 0),
+    (make_copies_twice, 0),
+    (replace_sources, 2),
+    (forget_what_a_reset_does, 11),
+    (keep_copies_of_the_dead, 177),
+)
+"""Each with a seed that finds it."""
+
+
+@pytest.mark.parametrize(("plant", "seed"), PLANTED)
+def test_a_planted_bug_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, IntegrityError)):
+        drive(seed)
