@@ -1,4 +1,4 @@
-"""Pools with blocks in host memory: what the client accepts as an answer, and which blocks a request then has."""
+"""Pools with blocks in host memory: what the client accepts as an answer, and what a request then holds."""
 
 from dataclasses import replace
 from itertools import chain
