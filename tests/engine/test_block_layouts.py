@@ -3,6 +3,7 @@
 vLLM's planner places the layers and its workers make the views; kvpool's planner, wire and worker do the same.
 """
 
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, Final
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from vllm.config import CacheConfig
 from vllm.v1 import kv_cache_interface
-from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvpool.client.vllm.pool_config import spec_of
+from kvpool.client.vllm.versions import IS_0_33_OR_NEWER
 from kvpool.core.planning.grouping import layer_specs
 from kvpool.core.planning.plan import KVCacheConfig, PlanOptions, RankMemory
 from kvpool.core.planning.planner import get_kv_cache_configs
@@ -96,9 +97,8 @@ def their_config(specs: dict[str, Any], layout: str) -> Any:
         speculative_config=None,
         cache_config=cache_config,
     )
-    return kv_cache_utils.get_kv_cache_config_from_groups(
-        config, kv_cache_utils.get_kv_cache_groups(config, specs), MEMORY
-    )
+    planning = import_module(f"vllm.v1.core.{'kv_cache_planning' if IS_0_33_OR_NEWER else 'kv_cache_utils'}")
+    return planning.get_kv_cache_config_from_groups(config, planning.get_kv_cache_groups(config, specs), MEMORY)
 
 
 def sent(config: KVCacheConfig) -> KVCacheConfig:

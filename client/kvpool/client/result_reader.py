@@ -1,7 +1,7 @@
 """Applies the result of a step: fills the answers, and keeps the session's copy of the block tables."""
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Final
 
 from kvpool.client.request import Request
@@ -11,7 +11,7 @@ from kvpool.client.step_builder import StepBuilder
 from kvpool.core.ids import NULL_BLOCK, GroupId
 from kvpool.core.specs.kinds import allocation_spec, has_gaps, num_draft_blocks
 from kvpool.core.specs.pool_config import PoolConfig
-from kvpool.core.steps.columns import LEAVING, Operation, Outcome, Step, StepResult
+from kvpool.core.steps.columns import LEAVING, LOOKING_UP, Operation, Outcome, Step, StepResult
 from kvpool.wire.errors import ServerError
 
 _SKIPPING: Final = frozenset((Outcome.OK, Outcome.NO_BLOCKS, Outcome.OVER_QUOTA, Outcome.NEVER_FITS))
@@ -44,6 +44,7 @@ class ResultReader:
         self._max_tokens = config.max_model_len
         self._num_groups = len(config.groups)
         self._num_blocks = config.num_blocks
+        self._num_ids = config.num_ids
         self._specs = [
             (allocation_spec(group.spec), config.span_tokens(GroupId(i))) for i, group in enumerate(config.groups)
         ]
@@ -76,7 +77,7 @@ class ResultReader:
                 raise _malformed(name)
         if result.outcomes and not _OUTCOMES.issuperset(result.outcomes):
             raise _malformed("outcomes")
-        if result.block_ids and max(result.block_ids) >= self._num_blocks:
+        if result.block_ids and max(result.block_ids) >= self._num_ids:
             raise _malformed("block_ids")
         prefix = result.num_prefix_blocks
         num_ids = sum(result.num_new_blocks)
@@ -87,10 +88,40 @@ class ResultReader:
                     num_ids -= sum(prefix[i * self._num_groups : (i + 1) * self._num_groups])
         if num_ids != len(result.block_ids):
             raise _malformed("block_ids")
+        self._check_tiers(step, result)
+
+    def _check_tiers(self, step: Step, result: StepResult) -> None:
+        """Checks that requests get blocks of the first tier only. The ids are as many as the columns say.
+
+        An allocation whose promised hit has blocks of host memory answers the hit again, with as many blocks.
+        """
+        groups, first_tier = self._num_groups, self._num_blocks
+        if self._num_ids == first_tier or max(chain(step.block_ids, result.block_ids), default=0) < first_tier:
+            return
+        promised_ids, block_ids = iter(step.block_ids), iter(result.block_ids)
+        for i, operation in enumerate(step.operations):
+            outcome = result.outcomes[i] if result.outcomes else Outcome.OK
+            promised_counts = step.num_block_ids[i * groups : (i + 1) * groups]
+            promised = list(islice(promised_ids, sum(promised_counts)))
+            counts = result.num_prefix_blocks[i * groups : (i + 1) * groups]
+            hit = list(islice(block_ids, 0 if operation == Operation.COMMON_PREFIX else sum(counts)))
+            new = list(islice(block_ids, sum(result.num_new_blocks[i * groups : (i + 1) * groups])))
+            taken = new if operation in LOOKING_UP or outcome == Outcome.HIT_CHANGED else [*hit, *new]
+            if max(taken, default=0) >= first_tier:
+                raise _malformed("block_ids")
+            has_moved = operation == Operation.ALLOCATE and max(promised, default=0) >= first_tier
+            if has_moved and outcome == Outcome.OK and counts != promised_counts:
+                raise _malformed("num_prefix_blocks")
 
     def check_copies(self, copied: Sequence[int]) -> None:
         """Checks the queue of groups, sources and targets, which is not empty; raises ServerError as `check_shape`."""
-        if len(copied) % 3 or (max(copied) >= self._num_blocks or max(copied[::3]) >= self._num_groups):
+        pairs = zip(copied[1::3], copied[2::3], strict=False)
+        if (
+            len(copied) % 3
+            or max(copied) >= self._num_ids
+            or max(copied[::3]) >= self._num_groups
+            or any(min(pair) >= self._num_blocks for pair in pairs)  # none is made between blocks of host memory
+        ):
             raise _malformed("copied_block_ids")
 
     def apply(self, step: Step, builder: StepBuilder, result: StepResult) -> None:
@@ -256,6 +287,8 @@ class ResultReader:
         External tokens move the windows on: blocks that no window reads any more are null.
         """
         hit: Sequence[Sequence[int]] = row.computed.block_ids if row.computed else [[]] * self._num_groups
+        if self._num_ids > self._num_blocks and any(row.answer.hit_blocks):
+            hit = row.answer.hit_blocks  # where blocks of host memory were promised, those that they are copied to
         num_computed = row.num_computed_tokens + (row.computed.num_tokens if row.computed else 0)
         if not row.options.num_external_tokens:
             return hit, num_computed

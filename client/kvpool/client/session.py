@@ -92,8 +92,10 @@ class SessionBase:
     def take_copies(self) -> list[BlockCopy]:
         """Returns the copies of blocks to make before any layer of the next step runs, in order; each once.
 
-        Only pools with partial hits have copies. They are made even if the request that needs them is freed. The
-        service keeps both blocks of a copy until the session reports its step as launched, or makes the next step.
+        Only pools with partial hits or with host memory have copies. They are made even if the request that needs them
+        is freed. The service keeps both blocks of a copy until the session reports its step as launched, or makes the
+        next step. A copy with a block of host memory (an id from `config.num_blocks` on) that is not made needs an
+        eviction of its target (`StepBuilder.evict_blocks`), before its step is reported as executed.
         """
         copies, self._protocol.copies = self._protocol.copies, []
         return copies

@@ -478,7 +478,10 @@ class LentMemory:
         num_blocks: Number of blocks of the pool, the null block included.
         epoch: Epoch of the pool when the memory was mapped.
         lender: The connection to the lender.
+        host: Host memory of the rank, int8 (num_host_blocks, slot_bytes); None without.
     """
+
+    host: torch.Tensor | None = None
 
     def __init__(self, lender: LenderClient, buffer: torch.Tensor, num_blocks: int, epoch: int) -> None:
         """Use `LenderClient.map`."""

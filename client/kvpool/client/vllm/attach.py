@@ -150,6 +150,7 @@ def _check_same(own: PoolConfig, declared: PoolConfig) -> None:
         replace(config, groups=tuple(replace(group, layer_names=()) for group in config.groups))
         for config in (own, declared)
     )
+    own = replace(own, num_host_blocks=declared.num_host_blocks)  # which the lenders decide
     if field := declared.difference(own):  # without caching, the pool draws the none_hash
         raise ValueError(f"kvpool: engine and scheduler differ in {field} of pool {own.name}")
 

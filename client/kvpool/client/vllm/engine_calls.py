@@ -29,6 +29,7 @@ from kvpool.core.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
+from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.steps.columns import Step
 from kvpool.wire.errors import DeadlineError, ServerError
 
@@ -82,6 +83,11 @@ class EngineCalls:
         self._reporting = 0
         """The step that the last message reports as executed."""
         self._has_launched = False  # whether a round has no outputs yet
+        self._copies: list[BlockCopy] = []
+        self._host_copies: list[BlockCopy] = []
+        """Copies that no output carries yet: those within the first tier, and the others."""
+        self._given_up: list[BlockCopy] = []
+        """Copies that will not be made, and whose targets the service may not have evicted yet."""
 
     @property
     def builder(self) -> StepBuilder:
@@ -225,8 +231,54 @@ class EngineCalls:
             sequence: The step.
             is_newest: Whether no later round has been scheduled, so that all steps that were sent have run.
         """
-        self._executed = max(self._executed, self.session.sequence if is_newest else sequence)
+        executed = self.session.sequence if is_newest else sequence
+        self._collect_copies()
+        for copy in (*self._host_copies, *self._given_up):
+            executed = min(executed, copy.sequence - 1)
+        self._executed = max(self._executed, executed)
         self._has_launched = not is_newest
+
+    def take_copies(self) -> list[BlockCopy]:
+        """Returns the copies within the first tier that were ordered since the last call."""
+        self.settle()
+        self._collect_copies()
+        copies, self._copies = self._copies, []
+        return copies
+
+    def take_host_copies(self) -> list[tuple[int, int]]:
+        """Returns source and target of the other copies, in order. The output of the round that has ended carries them.
+
+        Its workers make them before those within the first tier, which may read what they write. Those of a session
+        that is lost are not made: their blocks may have other owners.
+        """
+        self._collect_copies()
+        copies, self._host_copies = self._host_copies, []
+        return [] if self.lost else [(copy.source, copy.target) for copy in copies]
+
+    def host_targets(self) -> set[int]:
+        """Returns the blocks that the next such copies fill."""
+        self._collect_copies()
+        return {copy.target for copy in self._host_copies}
+
+    def give_up_host_copies(self) -> None:
+        """Evicts the targets of copies that no output will carry, as no request is left, from which to go on."""
+        self._collect_copies()
+        if not self._host_copies:
+            return
+        lost = {copy.target for copy in self._host_copies}
+        for copy in self._copies:  # made later
+            if copy.source in lost:
+                lost.add(copy.target)
+        self._given_up += self._host_copies
+        self._host_copies = []
+        self.deliver(lambda builder: builder.evict_blocks(sorted(lost)))
+        self.deliver_all()
+
+    def _collect_copies(self) -> None:
+        num_blocks = self.session.config.num_blocks
+        for copy in self.session.take_copies():
+            has_host = max(copy.source, copy.target) >= num_blocks
+            (self._host_copies if has_host else self._copies).append(copy)
 
     def check_lease(self) -> None:
         """Asks the service, if the lease may be over, whether the session is open. Otherwise the step must not run.
@@ -264,6 +316,8 @@ class EngineCalls:
         if not self.session.is_in_background:
             del self._undelivered[: self._num_delivering]
             self._num_delivering, self._reported = 0, self._reporting
+            if not self._undelivered:
+                self._given_up.clear()
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Puts lent memory in the place of the buffer that vLLM allocates for the KV cache."""
+"""Puts lent memory in the place of the buffer that vLLM allocates for the KV cache, and says where its blocks are."""
 
 from collections.abc import Iterator
 from types import TracebackType
@@ -8,6 +8,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvpool.client.vllm.pool_config import UnsupportedError
+from kvpool.lending.host_copies import Region
 
 
 class LentAllocation(TorchFunctionMode):
@@ -62,6 +63,32 @@ def check_views(buffer: torch.Tensor, caches: Any) -> None:
             raise UnsupportedError("the KV cache allocation", "a layer's cache is outside the lent memory")
     if not count:
         raise UnsupportedError("the KV cache allocation", "no layer uses the lent memory")
+
+
+def block_regions(kv_cache_config: Any) -> list[Region]:
+    """Returns the regions in which the memory has the bytes of its blocks, in the order of their offsets.
+
+    Groups use the same bytes: a block belongs to one group at a time.
+
+    Raises:
+        UnsupportedError: The regions are not the whole memory, each byte once.
+    """
+    num_blocks, regions, are_apart = kv_cache_config.num_blocks, set[Region](), True
+    for tensor in kv_cache_config.kv_cache_tensors:
+        span_bytes = num_blocks * tensor.block_stride
+        if tensor.layer_stride < span_bytes:  # the pages of all layers lie side by side in a block
+            regions.add(Region(0, tensor.block_stride))
+            continue
+        are_apart = are_apart and not tensor.layer_stride % span_bytes  # a layer has a region, or one for each head
+        end = tensor.offset + len(tensor.layers) * tensor.layer_stride
+        regions.update(Region(offset, tensor.block_stride) for offset in range(tensor.offset, end, span_bytes))
+    found = sorted(regions)
+    ends = [0, *(offset + num_blocks * block_bytes for offset, block_bytes in found)]
+    starts = [*(region.offset_bytes for region in found), kv_cache_config.kv_cache_tensors[0].size]
+    if not are_apart or starts != ends:
+        feature = f"the KV cache layout {kv_cache_config.kv_cache_layout} with host memory"
+        raise UnsupportedError(feature, "its blocks share bytes, or leave some out")
+    return found
 
 
 def _tensors(caches: Any) -> Iterator[torch.Tensor]:

@@ -369,14 +369,17 @@ class KVCacheManager:
         return []
 
     def take_new_block_ids(self) -> list[int]:
-        """Returns the new blocks since the last call that the engine must zero."""
-        ids, self._new_ids_to_zero = self._new_ids_to_zero, []
+        """Returns the new blocks since the last call that the engine must zero. It does so after copies fill others."""
+        filled = self.calls.host_targets() if self._new_ids_to_zero else ()
+        ids, self._new_ids_to_zero = [each for each in self._new_ids_to_zero if each not in filled], []
         return ids
 
     def take_kv_cache_block_copies(self) -> tuple[list[Any], list[Any]]:
-        """Returns the copies to make before the step runs. It holds no blocks: the service keeps them a round long."""
-        self.calls.settle()
-        copies = sorted(self.session.take_copies(), key=attrgetter("group_id"))  # as vLLM
+        """Returns the copies within the first tier to make before the step runs.
+
+        It holds no blocks: the service keeps them a round long.
+        """
+        copies = sorted(self.calls.take_copies(), key=attrgetter("group_id"))  # as vLLM
         return [kv_cache_utils.KVCacheBlockCopy(copy.source, copy.target) for copy in copies], []
 
     def take_boundary_state_offloads(self) -> dict[str, Any]:

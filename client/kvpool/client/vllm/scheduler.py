@@ -113,6 +113,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             output.kvpool_lease = (self._kvpool.session.config.name, lease.epoch, lease.session_number)
         loads = self.kv_cache_manager.loads
         self._rounds.append((output, self.kv_cache_manager.batcher.end(), loads.end_round() if loads else {}))
+        if copies := self.kv_cache_manager.calls.take_host_copies():
+            output.kvpool_host_copies = copies  # which the workers make before they run the step
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.calls.check_lease()
         return output
@@ -203,6 +205,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         """Frees the blocks of ended requests now if no other requests exist; otherwise the next round frees them."""
         if not self.has_unfinished_requests():
             self.kv_cache_manager.calls.deliver_all()
+        if not any(self.get_request_counts()):  # not even one that waits with its blocks, or for the end of a pause
+            self.kv_cache_manager.calls.give_up_host_copies()
 
     def shutdown(self) -> None:
         """Ends the session, which frees its blocks; if the service is unavailable, the lease ends it."""

@@ -16,24 +16,26 @@ engine:
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
 
 import torch
-from vllm.distributed import get_pp_group
+from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import get_pcp_group
 from vllm.platforms import current_platform
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from kvpool.client.vllm.lendable import check_lendable, check_version, declared_memory
 from kvpool.client.vllm.lenders import connect_to_lender, explained
-from kvpool.client.vllm.lent_allocation import LentAllocation, check_views
+from kvpool.client.vllm.lent_allocation import LentAllocation, block_regions, check_views
 from kvpool.client.vllm.logs import log_with_vllm
 from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.settings import Settings
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.lending.fence import StepTicket
+from kvpool.lending.host_copies import HostCopies
 from kvpool.lending.lender_client import LenderClient, LentMemory
 from kvpool.lending.processes import end_with_parent
 from kvpool.lending.steps_in_flight import DeviceEvent, StepsInFlight
@@ -80,6 +82,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         end_with_parent()
         self._kvpool_lender = self._kvpool_connect(vllm_config, rank)
         self._kvpool_memory: LentMemory | None = None
+        self._kvpool_copies: HostCopies | None = None
         self._kvpool_ticket: StepTicket | None = None
         self._kvpool_transfers: StepTicket | None = None
         self._kvpool_is_warming_up = False
@@ -145,8 +148,12 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
                 finish_steps=self._kvpool_steps.finish_all,
                 weights_bytes=weights_bytes,
             )
+        buffer, host = self._kvpool_memory.buffer, self._kvpool_memory.host
+        if host is not None:
+            regions = block_regions(kv_cache_config)
+            self._kvpool_copies = HostCopies(buffer, regions, host, kv_cache_config.num_blocks)
         super().initialize_from_config(kv_cache_config)
-        check_views(self._kvpool_memory.buffer, self.model_runner.kv_caches)
+        check_views(buffer, self.model_runner.kv_caches)
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """Returns vLLM's context for an allocation; for that of the KV cache, the lent memory."""
@@ -176,7 +183,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             self._kvpool_is_warming_up = tables.redirect_writes_to_null_block = False
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        """Runs a step if the lender permits it.
+        """Runs a step if the lender permits it. Before, makes its copies from and to host memory.
 
         Raises:
             StaleTablesError: The step must not run: other engines may own its blocks.
@@ -185,6 +192,8 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         self._kvpool_end_step()  # of a rank that does not sample
         self._kvpool_ticket = self._kvpool_admit(scheduler_output)
         try:
+            if copies := _host_copies(scheduler_output):
+                self._kvpool_copy(copies, is_alone=not scheduler_output.total_num_scheduled_tokens)
             output = super().execute_model(scheduler_output)
         except BaseException:
             self._kvpool_end_step()
@@ -214,11 +223,24 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         event.synchronize()
         return output
 
+    def _kvpool_copy(self, copies: Sequence[tuple[int, int]], *, is_alone: bool) -> None:
+        """Makes copies from and to host memory, of a step with tokens or alone."""
+        if self._kvpool_copies is None:
+            raise ValueError("kvpool: the scheduler's pool has host memory, and the lender of this worker has none")
+        self._kvpool_copies.make(copies)
+        if is_alone and self.parallel_config.world_size > 1:
+            # Layers exchange data, so that the output of a step shows that all ranks have made its copies. Here, the
+            # rank that answers must wait for the others.
+            self._kvpool_copies.wait()
+            for group in (get_pp_group(), get_pcp_group(), get_tp_group()):  # one dimension after the other
+                group.barrier()
+
     def _kvpool_admit(self, scheduler_output: Any) -> StepTicket | None:
         writes = (
             scheduler_output.total_num_scheduled_tokens
             or scheduler_output.new_block_ids_to_zero
             or scheduler_output.kv_cache_block_copies
+            or _host_copies(scheduler_output)
             or scheduler_output.kv_connector_metadata is not None
         )
         if not writes or self._kvpool_is_warming_up:
@@ -299,6 +321,12 @@ class CompletedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM has
     def get_kv_connector_output(self) -> Any:
         """The connector's part, which vLLM 0.33 asks for if the output fails."""
         return self._output.get_kv_connector_output()
+
+
+def _host_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:
+    """Source and target of each copy from or to host memory that `kvpool.client.vllm.Scheduler` has put there."""
+    copies: Sequence[tuple[int, int]] = getattr(scheduler_output, "kvpool_host_copies", ())
+    return copies
 
 
 def _record_event() -> Any:

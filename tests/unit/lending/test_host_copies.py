@@ -1,0 +1,144 @@
+"""Blocks are copied between the tiers of a rank, in order, wherever a block's bytes are."""
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+import torch
+
+from kvpool.core.errors import InvalidArgumentError
+from kvpool.lending import host_copies
+from kvpool.lending.host_copies import CopyStats, HostCopies, Region
+from support.torch import on_each_device
+
+NUM_BLOCKS: Final = 12
+NUM_SLOTS: Final = 7
+LAYOUTS: Final = {
+    "one region": (64,),
+    "layers": (16, 16, 16),
+    "layers of several sizes": (8, 48, 24),
+    "odd sizes": (3, 10, 1),
+}
+"""Bytes of a block in each region."""
+
+
+@pytest.fixture(params=LAYOUTS)
+def sizes(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return LAYOUTS[request.param]
+
+
+class Tiers:
+    """Two tiers of random bytes, and what they should contain."""
+
+    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.regions = [Region(start * NUM_BLOCKS, size) for start, size in zip(starts, sizes, strict=True)]
+        self.buffer = torch.randint(-128, 128, (sum(sizes) * NUM_BLOCKS,), dtype=torch.int8).to(device)
+        self.host = torch.randint(-128, 128, (NUM_SLOTS, sum(sizes)), dtype=torch.int8)
+        self.copies = HostCopies(self.buffer, self.regions, self.host, NUM_BLOCKS)
+        self.expected = self.blocks()
+
+    def blocks(self) -> list[list[int]]:
+        """The bytes of each block of both tiers, as a slot has them."""
+        blocks = []
+        for i in range(NUM_BLOCKS):
+            places = [range(at + i * size, at + (i + 1) * size) for at, size in self.regions]
+            blocks.append([int(self.buffer[place]) for each in places for place in each])
+        return [*blocks, *self.host.tolist()]
+
+    def copy(self, *pairs: tuple[int, int]) -> None:
+        """Makes copies, and checks the bytes of every block."""
+        self.copies.make(pairs)
+        self.copies.wait()
+        if self.buffer.is_cuda:
+            torch.cuda.synchronize()
+        for source, target in pairs:
+            self.expected[target] = self.expected[source]
+        assert self.blocks() == self.expected
+
+
+@pytest.fixture
+def tiers(sizes: tuple[int, ...]) -> Tiers:
+    torch.manual_seed(1)
+    return Tiers(sizes, torch.device("cpu"))
+
+
+def slot(number: int) -> int:
+    """The id of a slot."""
+    return NUM_BLOCKS + number
+
+
+def test_blocks_are_demoted_and_promoted(tiers: Tiers) -> None:
+    tiers.copy((3, slot(2)), (1, slot(3)), (11, slot(0)))
+    tiers.copy((slot(2), 5), (slot(0), 0))
+    tiers.copy()
+
+
+def test_a_later_copy_reads_what_an_earlier_one_wrote(tiers: Tiers) -> None:
+    tiers.copy((3, slot(2)), (slot(2), 5), (5, slot(4)), (slot(4), 6))
+
+
+def test_a_later_copy_overwrites_what_an_earlier_one_read_or_wrote(tiers: Tiers) -> None:
+    tiers.copy((3, slot(2)), (slot(1), 3), (3, slot(1)))
+    tiers.copy((4, slot(2)), (5, slot(2)), (slot(2), 7), (slot(3), 7))
+
+
+def test_a_block_is_copied_to_several(tiers: Tiers) -> None:
+    tiers.copy((3, slot(2)), (3, slot(4)), (slot(2), 8), (slot(2), 9))
+
+
+@on_each_device
+def test_every_block_is_right_after_random_copies(
+    sizes: tuple[int, ...], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs are longer than what is copied at once."""
+    monkeypatch.setattr(host_copies, "_STAGING_BYTES", 150)
+    rng = random.Random(str(sizes))  # noqa: S311 - no secret
+    tiers = Tiers(sizes, device)
+    for _ in range(20):
+        pairs: list[tuple[int, int]] = []
+        while len(pairs) < 30:
+            demotes = rng.random() < 0.5
+            for _ in range(rng.randrange(1, 9)):
+                block, other = rng.randrange(NUM_BLOCKS), slot(rng.randrange(NUM_SLOTS))
+                pairs.append((block, other) if demotes else (other, block))
+        tiers.copy(*pairs)
+
+
+@on_each_device
+def test_bytes_and_seconds_are_counted_by_direction(device: torch.device) -> None:
+    tiers = Tiers((16, 16), device)
+    assert tiers.copies.stats == CopyStats()
+    tiers.copy((3, slot(2)), (1, slot(3)), (slot(2), 5))
+    stats = tiers.copies.stats
+    assert (stats.demoted_bytes, stats.promoted_bytes) == (64, 32)
+    assert min(stats.demotion_seconds, stats.promotion_seconds) > 0
+
+
+@on_each_device
+@pytest.mark.parametrize(
+    "pair", [(0, 1), (slot(0), slot(1)), (-1, slot(0)), (3, slot(NUM_SLOTS)), (slot(NUM_SLOTS), 3)]
+)
+def test_a_copy_that_is_not_between_the_tiers_is_refused(pair: tuple[int, int], device: torch.device) -> None:
+    tiers = Tiers((16, 16), device)
+    with pytest.raises(InvalidArgumentError, match="is not between a block of each tier"):
+        tiers.copies.make([(3, slot(2)), pair])
+    assert tiers.blocks() == tiers.expected
+    assert tiers.copies.stats == CopyStats()
+
+
+@on_each_device
+def test_copies_come_between_the_steps_around_them(device: torch.device) -> None:
+    """On a device, which then has many of them to do, without a wait of the host."""
+    tiers = Tiers((1024,), device)
+    for value in range(50):
+        tiers.buffer.fill_(value)
+        tiers.copies.make([(i, slot(i)) for i in range(NUM_SLOTS)])
+        tiers.buffer.fill_(-1)
+        tiers.copies.make([(slot(i), i) for i in range(3)])
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    blocks = tiers.buffer.view(NUM_BLOCKS, -1)
+    assert blocks.float().mean(dim=1).tolist() == [49.0] * 3 + [-1.0] * (NUM_BLOCKS - 3)
+    assert tiers.host.float().mean(dim=1).tolist() == [49.0] * NUM_SLOTS
