@@ -99,7 +99,7 @@ def test_memory_is_replaced_although_the_engine_that_asked_for_it_has_gone(serve
         second = await rank.ready_memory(declared_with(8))
         assert second.epoch > first.epoch
         assert (second.num_blocks, sizes(folder)) == (8, [8 * BLOCK_BYTES])
-        descriptor, _ = second.duplicate()
+        (descriptor,), _ = second.duplicate()
         assert os.fstat(descriptor).st_size == 8 * BLOCK_BYTES
         os.close(descriptor)
 

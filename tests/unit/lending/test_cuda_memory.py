@@ -212,9 +212,9 @@ def leave_memory(root: Path, driver: Driver) -> str:
     os.write(driver.exported, b"prefixes")
     registration = Registration(Rank(0), 1, BOOT_ID, RankGroupOptions(64), {"layer.0": LAYER}, 2**20)
     with CudaMemoryFolder("m", 0, root, DEVICE) as folder:
-        descriptor = folder.create(100)
+        (descriptor,) = folder.create(100)
         folder.write_rank("m", registration)
-        memory_id = folder.memory_id(descriptor)
+        memory_id = folder.memory_id([descriptor])
         os.close(descriptor)
     return memory_id
 
@@ -225,8 +225,8 @@ def test_the_next_process_of_a_rank_finds_the_memory(tmp_path: Path, driver: Dri
         past = folder.read_rank()
         assert past
         assert past.boot_id == BOOT_ID
-        descriptor = folder.open()
-        assert (folder.memory_id(descriptor), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
+        (descriptor,) = folder.open()
+        assert (folder.memory_id([descriptor]), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
         os.close(descriptor)
         folder.delete()
     with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
@@ -280,8 +280,8 @@ def test_memory_is_neither_lent_nor_mapped_under_mps(tmp_path: Path, driver: Dri
     assert {name for name, _ in driver.calls[before:]} == {"cuDeviceGet", "cuDeviceGetAttribute"}
     driver.fails = ""
     with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
-        descriptor = folder.open()
-        assert (folder.memory_id(descriptor), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
+        (descriptor,) = folder.open()
+        assert (folder.memory_id([descriptor]), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
         os.close(descriptor)
         folder.delete()
 
@@ -314,7 +314,7 @@ sys.stdin.read()
 def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path: Path) -> None:
     device, size_bytes = torch.device("cuda:0"), 3 * GRANULARITY + 5
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
-        descriptor = folder.create(size_bytes)
+        (descriptor,) = folder.create(size_bytes)
         memory = mapped(descriptor, size_bytes, device).buffer
         assert (memory.dtype, memory.shape, memory.device) == (torch.int8, (size_bytes,), device)
         assert not memory.any(), "fresh memory is zeroed"
@@ -342,7 +342,7 @@ def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path
 def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
     device = torch.device("cuda:0")
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
-        descriptor = folder.create(GRANULARITY)
+        (descriptor,) = folder.create(GRANULARITY)
         with pytest.raises(KvpoolError):
             mapped(descriptor, 2 * GRANULARITY, device)
         os.close(descriptor)
@@ -353,7 +353,7 @@ def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
 def test_memory_comes_back_at_its_addresses_for_views_and_graphs(tmp_path: Path) -> None:
     device = torch.device("cuda:0")
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
-        descriptor = folder.create(GRANULARITY)
+        (descriptor,) = folder.create(GRANULARITY)
         memory, other = (mapped(descriptor, GRANULARITY, device) for _ in range(2))
         view, graph = memory.buffer.view(torch.int32)[:4], torch.cuda.CUDAGraph()
         view.fill_(7)

@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Iterator[MemoryFolder]:
 def test_memory_is_found_again_unless_another_file_has_its_name(
     folder: MemoryFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     folder.write_rank("m", replace(registration(), held=HeldTensors(7, 100)))
     found = folder.read_rank()
     assert found
@@ -40,7 +40,7 @@ def test_memory_is_found_again_unless_another_file_has_its_name(
 
 
 def test_memory_without_a_file_is_not_found_again(folder: MemoryFolder) -> None:
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     shutil.rmtree(folder.path)
     folder.write_rank("m", replace(registration(), held=HeldTensors(7, 100)))
     assert folder.read_rank() is None
@@ -153,7 +153,7 @@ def test_one_process_holds_the_folder_of_a_rank(folder: MemoryFolder, tmp_path: 
 def test_a_folder_that_somebody_deleted_is_made_and_locked_again(
     folder: MemoryFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     shutil.rmtree(folder.path.parents[1])
     folder.write_borrowers([PAST])
     assert folder.read_borrowers() == [PAST]
@@ -161,7 +161,7 @@ def test_a_folder_that_somebody_deleted_is_made_and_locked_again(
         MemoryFolder("m", 0, tmp_path)
     assert [record.message for record in caplog.records] == ["memory folder deleted"]
     shutil.rmtree(folder.path.parents[1])
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     assert [path.name for path in folder.path.glob("memory-*")] == ["memory-2"]
     (folder.path / "lock").unlink()
     folder.delete()
@@ -176,6 +176,6 @@ def test_a_folder_that_another_process_has_taken_meanwhile_is_left_to_it(folder:
         with pytest.raises(MemoryError, match="another process lends this rank"):
             folder.create(4096)
         assert taken.read_borrowers() == []
-        os.close(taken.create(4096))
+        os.close(*taken.create(4096))
         folder.delete()
         assert [path.name for path in taken.path.glob("memory-*")] == ["memory-1"]
