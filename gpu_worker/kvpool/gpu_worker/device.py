@@ -70,6 +70,16 @@ def available_bytes(device: torch.device, settings: WorkerSettings, held_bytes: 
     return memory_bytes
 
 
+def check_host_memory(device: torch.device, settings: WorkerSettings) -> None:
+    """Raises InvalidArgumentError if this machine lacks the host memory, beside memory on CPU."""
+    limit_bytes = machine_memory_bytes() - (settings.memory_bytes or 0 if device.type == "cpu" else 0)
+    if settings.host_memory_bytes > limit_bytes:
+        message = (
+            f"{format_bytes(settings.host_memory_bytes)} are more than the {format_bytes(limit_bytes)} that are left"
+        )
+        raise InvalidArgumentError("host_memory_bytes", message, reason="LARGER_THAN_THE_DEVICE")
+
+
 def _available_on_cuda(device: torch.device, settings: WorkerSettings, held_bytes: int) -> int:
     torch.cuda.empty_cache()  # memory in torch's cache would count as in use
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

@@ -27,7 +27,7 @@ from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.declared import declared_difference
 from kvpool.core.ranks.messages import DeclaredMemory, HeldTensors, Registration
-from kvpool.gpu_worker.device import available_bytes, device_memory, open_device
+from kvpool.gpu_worker.device import available_bytes, check_host_memory, device_memory, open_device
 from kvpool.gpu_worker.lent_cache import LentCache
 from kvpool.gpu_worker.rank_effects import Allocation
 from kvpool.gpu_worker.rank_pool import RankPool, WorkerHooks
@@ -87,6 +87,7 @@ class LentRank:
         """
         self.settings: Final = settings
         self.device: Final = open_device(settings.device)
+        check_host_memory(self.device, settings)
         past = folder.read_rank()
         held_bytes = past.declared.size_bytes if past and past.declared else 0
         self._available_bytes: Final = available_bytes(self.device, settings, held_bytes)

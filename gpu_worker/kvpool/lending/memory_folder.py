@@ -19,6 +19,7 @@ import fcntl
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -165,6 +166,7 @@ class MemoryFolder:
             with self._fitting(name, size_bytes):
                 self._check_room(total_bytes)
         descriptors: list[int] = []
+        started_seconds = time.monotonic()
         with contextlib.ExitStack() as undo:
             for name, size_bytes in sizes.items():
                 path = self.path / name.format(self._number)
@@ -174,6 +176,9 @@ class MemoryFolder:
                     undo.callback(os.close, descriptors[-1])
                     allocate_pages(descriptors[-1], size_bytes)
             undo.pop_all()
+        if HOST_FILE in sizes:
+            seconds = round(time.monotonic() - started_seconds, 3)
+            _log.info("host memory allocated", extra={**self._rank_fields, "bytes": total_bytes, "seconds": seconds})
         return tuple(descriptors)
 
     @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Memory of CUDA devices: on a device where torch finds one, and the calls of the driver everywhere."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ranks.messages import Rank, RankGroupOptions, Registration
-from kvpool.lending import cuda_memory
+from kvpool.lending import cuda_memory, memory_folder
 from kvpool.lending.cuda_memory import Addresses, CudaError, CudaMemory, CudaMemoryFolder, VirtualMemory
 from kvpool.lending.mapped_memory import reserve_memory
+from kvpool.lending.memory_file import close_all
 from kvpool.lending.memory_holder import MemoryHolder
 from support.lending import LAYER
 
@@ -113,6 +115,21 @@ def test_addresses_stay_reserved_while_memory_is_mapped_there_and_unmapped() -> 
     assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
 
 
+def test_host_memory_is_registered_for_all_contexts_until_the_device_has_used_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    gpu = VirtualMemory(driver, 3)
+    gpu.register(2**20, 4096)
+    assert driver.arguments("cuMemHostRegister") == (2**20, 4096, 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: driver.calls.append(("synchronize", (index,))))
+    gpu.unregister(2**20)
+    assert driver.calls[1:] == [("synchronize", (3,)), ("cuMemHostUnregister", (2**20,))]
+    driver.fails = "cuMemHostRegister"
+    with pytest.raises(CudaError, match="cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"):
+        gpu.register(2**20, 4096)
+
+
 @pytest.mark.parametrize("is_mapped", [True, False])
 def test_addresses_are_free_when_the_memory_and_its_tensors_are_gone(
     monkeypatch: pytest.MonkeyPatch, *, is_mapped: bool
@@ -206,16 +223,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def leave_memory(root: Path, driver: Driver) -> str:
+def leave_memory(root: Path, driver: Driver, host_bytes: int = 0) -> str:
     """Allocates memory that holds "prefixes", and leaves it as a killed process does."""
     driver.exported = os.memfd_create("memory")
     os.write(driver.exported, b"prefixes")
     registration = Registration(Rank(0), 1, BOOT_ID, RankGroupOptions(64), {"layer.0": LAYER}, 2**20)
     with CudaMemoryFolder("m", 0, root, DEVICE) as folder:
-        (descriptor,) = folder.create(100)
+        descriptors = folder.create(100, host_bytes)
         folder.write_rank("m", registration)
-        memory_id = folder.memory_id([descriptor])
-        os.close(descriptor)
+        memory_id = folder.memory_id(descriptors)
+        close_all(descriptors)
     return memory_id
 
 
@@ -231,6 +248,38 @@ def test_the_next_process_of_a_rank_finds_the_memory(tmp_path: Path, driver: Dri
         folder.delete()
     with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
         assert folder.read_rank() is None
+        with pytest.raises(FileNotFoundError, match="no process holds the memory"):
+            folder.open()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_host_memory_is_a_file_that_is_found_with_the_memory(
+    tmp_path: Path, driver: Driver, *, is_replaced: bool
+) -> None:
+    leave_memory(tmp_path, driver, host_bytes=8192)
+    path = tmp_path / f"kvpool-{os.getuid()}" / "m" / "0" / "host-1"
+    if is_replaced:
+        Path(shutil.copy2(path, tmp_path / "copy")).rename(path)
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        assert (folder.read_rank() is None) == is_replaced
+        descriptors = folder.open()
+        assert [os.fstat(number).st_size for number in descriptors] == [8, 8192]
+        close_all(descriptors)
+        folder.delete()
+        assert not path.exists()
+
+
+def test_memory_that_does_not_fit_beside_its_host_memory_is_freed(
+    tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.exported = os.memfd_create("memory")
+    monkeypatch.setattr(memory_folder, "free_bytes", lambda _: 0)
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        with pytest.raises(ExhaustedError, match="8192 bytes do not fit") as caught:
+            folder.create(100, 8192)
+        assert caught.value.field == "host_memory"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(driver.exported)
         with pytest.raises(FileNotFoundError, match="no process holds the memory"):
             folder.open()
 
