@@ -176,9 +176,9 @@ class MemoryFolder:
                     undo.callback(os.close, descriptors[-1])
                     allocate_pages(descriptors[-1], size_bytes)
             undo.pop_all()
-        if HOST_FILE in sizes:
+        if host_bytes := sizes.get(HOST_FILE):
             seconds = round(time.monotonic() - started_seconds, 3)
-            _log.info("host memory allocated", extra={**self._rank_fields, "bytes": total_bytes, "seconds": seconds})
+            _log.info("host memory allocated", extra={**self._rank_fields, "bytes": host_bytes, "seconds": seconds})
         return tuple(descriptors)
 
     @contextlib.contextmanager

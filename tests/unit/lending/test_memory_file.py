@@ -3,7 +3,6 @@
 import ctypes
 import errno
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +11,7 @@ import pytest
 
 from kvpool.lending import memory_file
 from kvpool.lending.memory_file import allocate_pages, close_all, free_bytes, open_all
+from support.small_file_system import small_file_system
 
 SIZE_BYTES = 3 * 2**20 + 100
 
@@ -57,17 +57,11 @@ def test_pages_that_do_not_fit_are_an_error(
     assert caught.value.errno == reported
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="mounts a file system")
-def test_a_full_file_system_ends_no_process(tmp_path: Path) -> None:
-    done = subprocess.run(["/usr/bin/mount", "-t", "tmpfs", "-o", "size=1m", "small", tmp_path], check=False)
-    if done.returncode:
-        pytest.skip("this container may not mount")
-    try:
-        assert free_bytes(tmp_path) == 2**20
-        with (tmp_path / "memory").open("w+b") as file, pytest.raises(OSError, match="No space left on device"):
+def test_a_full_file_system_ends_no_process() -> None:
+    with small_file_system(2**20) as folder, (folder / "memory").open("w+b") as file:
+        assert free_bytes(folder) == 2**20
+        with pytest.raises(OSError, match="No space left on device"):
             allocate_pages(file.fileno(), SIZE_BYTES)
-    finally:
-        subprocess.run(["/usr/bin/umount", tmp_path], check=True)
 
 
 def test_a_file_system_without_a_limit_has_no_number_of_free_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
