@@ -122,7 +122,7 @@ class HostMemory:
                 gpu.register(start + offset, min(_REGISTERED_BYTES, size_bytes - offset))
                 self._registered.append(start + offset)
         except CudaError as error:
-            fields = {"bytes": size_bytes, "registered": offset, "error": str(error)}
+            fields = {"bytes": size_bytes - offset, "error": str(error)}
             _log.warning("host memory not registered", extra=fields)
 
     def _replace(self, protection: int, flags: int, descriptor: int) -> None:

@@ -128,8 +128,8 @@ def test_a_gpu_registers_host_memory_in_parts_while_it_is_mapped(
         caplog.clear()
         memory.map(descriptor)
         assert gpu.registered == dict([*parts.items()][:most])
-        warned = [(record.message, vars(record)["registered"]) for record in caplog.records]
-        assert warned == ([] if most == 4 else [("host memory not registered", 2 * 2**20)])
+        warned = [(record.message, vars(record)["bytes"]) for record in caplog.records]
+        assert warned == ([] if most == 4 else [("host memory not registered", SIZE_BYTES - 2 * 2**20)])
         memory.buffer.fill_(1)
         memory.unmap()
         assert not gpu.registered
