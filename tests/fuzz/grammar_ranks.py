@@ -39,6 +39,8 @@ class RankGrammar:
                 said = registration(rank, size, boot_id=boot_id, blocks=blocks)
             message = worker_pb2.JoinRequest(register=registration_to_proto(pool, said))
             message.register.fences = rng.random() < 0.8
+            if said.declared:
+                message.register.num_host_blocks = rng.choice((7, 7, 7, 7, 7, 7, 9, 0, 2**31))
             return message
         membership = self._served.parts.pools.memberships.get(PoolName(pool))
         epoch = membership.epoch if membership else 1

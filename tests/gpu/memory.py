@@ -96,7 +96,7 @@ def other_numbers(place: Place) -> dict[str, object]:
 
 
 def _share_with(place: Place, there: torch.device) -> dict[str, object]:
-    descriptor = place.folder.create(SIZE_BYTES)
+    (descriptor,) = place.folder.create(SIZE_BYTES)
     memory = place.map(descriptor)
     assert not memory.any(), "fresh memory is zero"
     memory[: len(memory) // 2] = 7
@@ -121,7 +121,7 @@ def _answer(device: torch.device, memory: torch.Tensor, pipe: _Pipe) -> None:
 
 def exited_writers(place: Place) -> dict[str, object]:
     """A killed process writes until it has exited, and not afterwards; its kernels are queued or run when it dies."""
-    descriptor = place.folder.create(SIZE_BYTES)
+    (descriptor,) = place.folder.create(SIZE_BYTES)
     memory = place.map(descriptor)
     times = []
     for kill in range(KILLS):
@@ -179,7 +179,7 @@ def dead_owner(place: Place) -> dict[str, object]:
         del memory
         os.close(descriptor)
         successor = Place(place.device, Path(root))
-        descriptor = successor.folder.open()
+        (descriptor,) = successor.folder.open()
         memory = successor.map(descriptor)
         assert torch.equal(memory, written), "the memory outlives its owner"
         memory.add_(1)
@@ -192,14 +192,14 @@ def dead_owner(place: Place) -> dict[str, object]:
 
 def _own(device: torch.device, root: Path, pipe: _Pipe) -> None:
     place = Place(device, root)
-    descriptor = place.folder.create(SIZE_BYTES)
+    (descriptor,) = place.folder.create(SIZE_BYTES)
     send_handle(pipe, descriptor, os.getppid())
     _write_forever(device, place.map(descriptor), pipe)
 
 
 def unmap_under_load(place: Place) -> dict[str, object]:
     """Memory that queued kernels use stays mapped until they have run."""
-    descriptor = place.folder.create(SIZE_BYTES)
+    (descriptor,) = place.folder.create(SIZE_BYTES)
     memory, other = place.map(descriptor), place.map(descriptor)
     wait_for(place.device)
     side = torch.cuda.Stream(place.device) if place.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -224,7 +224,7 @@ def out_of_memory(place: Place) -> dict[str, object]:
     else:
         raise AssertionError("twice the memory of the device fits")
     place.settles_at(used_bytes)
-    os.close(place.folder.create(SIZE_BYTES))
+    os.close(*place.folder.create(SIZE_BYTES))
     return {"refusal": refusal}
 
 
@@ -233,7 +233,7 @@ def threads(place: Place) -> dict[str, object]:
     done: list[int] = []
 
     def use() -> None:
-        descriptor = place.folder.create(SIZE_BYTES)
+        (descriptor,) = place.folder.create(SIZE_BYTES)
         memory = place.map(descriptor)
         done.append(int(memory.add_(1).sum()))
         os.close(descriptor)
@@ -251,7 +251,7 @@ def maps(place: Place) -> dict[str, object]:
     used_bytes = place.used_bytes()
     map_ms, unmap_ms = [], []
     for _ in range(MAPS):
-        descriptor = place.folder.create(SIZE_BYTES)
+        (descriptor,) = place.folder.create(SIZE_BYTES)
         start = time.monotonic()
         memory = place.map(descriptor)
         mapped = time.monotonic()
@@ -260,7 +260,7 @@ def maps(place: Place) -> dict[str, object]:
         map_ms.append(1000 * (mapped - start))
         os.close(descriptor)
         place.folder.delete()
-    descriptor = place.folder.create(SIZE_BYTES)
+    (descriptor,) = place.folder.create(SIZE_BYTES)
     for _ in range(2):
         with _child(_answer, place.device, descriptor) as (_, pipe):
             pipe.recv()

@@ -275,7 +275,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
         settings = WorkerSettings("unix:/none", "gpu-checks", 0, 1, RankGroupOptions(64), str(device))
         folder = memory_folder(settings, Path(root))
-        descriptor = folder.create(size_bytes)
+        (descriptor,) = folder.create(size_bytes)
         mapped = reserve_memory(str(device), size_bytes)
         mapped.map(descriptor)
         memory = mapped.buffer.random_()

@@ -47,6 +47,15 @@ def test_engines_that_share_the_cache_each_need_memory_for_themselves() -> None:
     assert re.search(rf"\.\.\. of each engine, if all have as many +│ +{answer['max_concurrency'] / 3:.2f} ", shown)
 
 
+def test_host_memory_for_evicted_blocks_is_planned_if_it_is_given() -> None:
+    arguments = ("--memory", "20GiB", "--max-model-len", 8192, "--tp", 2)
+    answer = plan("llama-3.1-8b", *arguments, "--host-memory", "64GiB")
+    host = {"num_host_blocks": 65_536, "num_host_tokens": 65_536 * 16}
+    assert answer == plan("llama-3.1-8b", *arguments) | host
+    shown = run(MODEL_CONFIGS / "llama-3.1-8b.json", *arguments, "--host-memory", "64GiB").stdout
+    assert re.search(r"blocks in host memory +│ +65,536, 1,048,576 tokens ", shown)
+
+
 @pytest.mark.parametrize(
     ("config", "options", "figure", "value"),
     [
@@ -92,6 +101,10 @@ def test_a_mixed_model_on_four_ranks_of_different_memory() -> None:
     [
         (["x.json"], "Missing option '--memory'."),
         (["--memory", "1GiB"], "give CONFIG.json, or --layers FILE"),
+        (
+            [MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "8GiB", "--host-memory", "-1GiB"],
+            "--host-memory: must not be negative",
+        ),
         (
             [MODEL_CONFIGS / "llama-3.1-8b.json", "--memory", "8GiB", "--engines", "2", "--engine-memory", "4GiB"],
             "--engine-memory: 2 x 4.0 GiB leave nothing of 8.0 GiB",

@@ -124,6 +124,7 @@ def refused_by(program: str, *arguments: object) -> tuple[int, str]:
         (["--gpu-memory-utilization", "1.5"], 1, "--gpu-memory-utilization: 1.5 is not in (0, 1]"),
         (["--gpu-memory-utilization", "0.5", "--memory", "1B"], 2, "exclude each other"),
         (["--memory", "much"], 2, "is not a size such as 80GiB"),
+        (["--host-memory", "1GiB"], 2, "--lend-token-file, --keep-memory and --host-memory need --lend"),
         (["--pool", "a b"], 1, "--pool: needs 1 to 128 letters"),
         (["--server", "nowhere"], 1, "--server: address 'nowhere': needs host:port or unix:/path"),
         (["--layers", "/missing/layers.json"], 2, "/missing/layers.json: No such file or directory"),
@@ -157,7 +158,7 @@ def test_a_worker_with_another_protocol_version_is_refused(server: str, argument
     )
     code, line = refused_by(program, *arguments, "--memory", "8MiB", "--server", server)
     assert code == 1
-    assert "PROTOCOL_VERSION: register.protocol_version: 1; this server uses 3" in line
+    assert "PROTOCOL_VERSION: register.protocol_version: 1; this server uses 4" in line
 
 
 def test_without_torch_the_error_names_the_package_to_install(arguments: list[object]) -> None:

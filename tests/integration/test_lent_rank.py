@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +17,15 @@ import pytest
 from kvpool.core.errors import ExhaustedError, InvalidArgumentError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import RankGroupOptions
+from kvpool.core.specs.pool_config import KVCacheGroup
 from kvpool.gpu_worker.lent_rank import LentRank
 from kvpool.gpu_worker.settings import WorkerSettings
+from kvpool.lending import memory_folder
 from kvpool.lending.borrower_registry import Link
 from kvpool.lending.lending_server import listening
+from kvpool.lending.memory_file import close_all
 from kvpool.lending.memory_folder import MemoryFolder
-from support.lending import BLOCK_BYTES, DECLARED, NUM_BLOCKS, declared_with
+from support.lending import BLOCK_BYTES, CONFIG, DECLARED, LAYER, NUM_BLOCKS, declared_with
 from support.server import running_server, server_process
 
 
@@ -37,16 +41,26 @@ def folder() -> Iterator[MemoryFolder]:
         yield folder
 
 
-def settings(server: str, num_blocks: int = NUM_BLOCKS) -> WorkerSettings:
-    memory_bytes = num_blocks * BLOCK_BYTES
-    return WorkerSettings(server, "m", 0, 1, RankGroupOptions(max_model_len=1), device="cpu", memory_bytes=memory_bytes)
+def settings(server: str, num_blocks: int = NUM_BLOCKS, host_bytes: int = 0) -> WorkerSettings:
+    return WorkerSettings(
+        server,
+        "m",
+        0,
+        1,
+        RankGroupOptions(max_model_len=1),
+        device="cpu",
+        memory_bytes=num_blocks * BLOCK_BYTES,
+        host_memory_bytes=host_bytes,
+    )
 
 
-def lent(server: str, folder: MemoryFolder, use: Callable[[LentRank], Coroutine[Any, Any, None]]) -> None:
+def lent(
+    server: str, folder: MemoryFolder, use: Callable[[LentRank], Coroutine[Any, Any, None]], host_bytes: int = 0
+) -> None:
     """Runs a rank for as long as it is used."""
 
     async def run() -> None:
-        rank = LentRank(settings(server), folder)
+        rank = LentRank(settings(server, host_bytes=host_bytes), folder)
         try:
             await use(rank)
         finally:
@@ -55,8 +69,8 @@ def lent(server: str, folder: MemoryFolder, use: Callable[[LentRank], Coroutine[
     asyncio.run(run())
 
 
-def sizes(folder: MemoryFolder) -> list[int]:
-    return [path.stat().st_size for path in folder.path.glob("memory-*")]
+def sizes(folder: MemoryFolder, name: str = "memory") -> list[int]:
+    return [path.stat().st_size for path in folder.path.glob(f"{name}-*")]
 
 
 def test_a_rank_that_cannot_write_fails_and_the_next_engine_starts_it_again(
@@ -99,7 +113,7 @@ def test_memory_is_replaced_although_the_engine_that_asked_for_it_has_gone(serve
         second = await rank.ready_memory(declared_with(8))
         assert second.epoch > first.epoch
         assert (second.num_blocks, sizes(folder)) == (8, [8 * BLOCK_BYTES])
-        descriptor, _ = second.duplicate()
+        (descriptor,), _ = second.duplicate()
         assert os.fstat(descriptor).st_size == 8 * BLOCK_BYTES
         os.close(descriptor)
 
@@ -163,11 +177,83 @@ def test_a_process_that_waits_for_its_memory_is_no_obstacle_to_a_new_epoch(serve
     lent(server, folder, use)
 
 
-def kept(server: str, folder: MemoryFolder) -> None:
+HOST_BYTES = 5 * BLOCK_BYTES + BLOCK_BYTES // 2
+
+
+def test_as_many_blocks_as_fit_are_in_host_memory(server: str, folder: MemoryFolder) -> None:
+    async def use(rank: LentRank) -> None:
+        assert (rank.offer.host_bytes, rank.usage.host_bytes) == (HOST_BYTES, 0)
+        memory = await rank.ready_memory(DECLARED)
+        assert (memory.num_blocks, memory.num_host_blocks) == (NUM_BLOCKS, 5)
+        assert (sizes(folder, "host"), rank.usage.host_bytes) == ([5 * BLOCK_BYTES], 5 * BLOCK_BYTES)
+        descriptors, _ = memory.duplicate()
+        assert [os.fstat(number).st_size for number in descriptors] == [DECLARED.size_bytes, 5 * BLOCK_BYTES]
+        close_all(descriptors)
+        config = replace(CONFIG, enable_caching=False)
+        memory = await rank.ready_memory(replace(DECLARED, config=config))
+        assert (memory.num_host_blocks, sizes(folder), sizes(folder, "host")) == (0, [DECLARED.size_bytes], [])
+
+    lent(server, folder, use, HOST_BYTES)
+    assert sizes(folder, "host") == []
+
+
+def test_host_memory_that_holds_no_block_is_refused_and_nothing_changes(server: str, folder: MemoryFolder) -> None:
+    wide = replace(LAYER, head_size=64)
+    config = replace(CONFIG, num_blocks=4, groups=(KVCacheGroup(wide, ("layer.0",)),))
+    other = replace(DECLARED, config=config, size_bytes=4 * wide.page_size_bytes)
+    message = f"{HOST_BYTES} bytes hold no block of this engine, which takes {wide.page_size_bytes}"
+
+    async def use(rank: LentRank) -> None:
+        with pytest.raises(InvalidArgumentError, match=message) as caught:
+            await rank.ready_memory(other)
+        assert (caught.value.field, rank.offer.is_lent) == ("host_memory", False)
+        before = await rank.ready_memory(DECLARED)
+        with pytest.raises(InvalidArgumentError, match=message):
+            await rank.ready_memory(other)
+        assert (await rank.ready_memory(DECLARED), rank.usage.host_bytes) == (before, 5 * BLOCK_BYTES)
+
+    lent(server, folder, use, HOST_BYTES)
+
+
+def test_host_memory_that_does_not_fit_its_file_system_is_refused_until_it_does(
+    server: str, folder: MemoryFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(rank: LentRank) -> None:
+        with monkeypatch.context() as full:
+            full.setattr(memory_folder, "free_bytes", lambda _: DECLARED.size_bytes)
+            with pytest.raises(ExhaustedError, match=f"bytes do not fit {folder.path}: its file system has") as caught:
+                await rank.ready_memory(DECLARED)
+        assert (caught.value.reason, caught.value.field) == ("OUT_OF_MEMORY", "host_memory")
+        assert (rank.offer.is_lent, sizes(folder), sizes(folder, "host")) == (False, [], [])
+        assert (await rank.ready_memory(DECLARED)).num_host_blocks == 5
+
+    lent(server, folder, use, HOST_BYTES)
+
+
+@pytest.mark.parametrize("host_bytes", [0, HOST_BYTES - BLOCK_BYTES])
+def test_memory_of_a_start_with_other_host_memory_is_dropped(
+    server: str, folder: MemoryFolder, host_bytes: int
+) -> None:
+    kept(server, folder, HOST_BYTES)
+    again = LentRank(settings(server, host_bytes=host_bytes), folder)
+    assert (again.offer.is_lent, sizes(folder), sizes(folder, "host")) == (False, [], [])
+
+
+def test_host_memory_is_kept_and_found_with_the_memory(server: str, folder: MemoryFolder) -> None:
+    kept(server, folder, HOST_BYTES)
+
+    async def use(rank: LentRank) -> None:
+        assert rank.offer.is_lent
+        assert ((await rank.ready_memory(DECLARED)).num_host_blocks, sizes(folder, "host")) == (5, [5 * BLOCK_BYTES])
+
+    lent(server, folder, use, HOST_BYTES)
+
+
+def kept(server: str, folder: MemoryFolder, host_bytes: int = 0) -> None:
     """Memory of an earlier process."""
 
     async def keep() -> None:
-        rank = LentRank(settings(server), folder)
+        rank = LentRank(settings(server, host_bytes=host_bytes), folder)
         await rank.ready_memory(DECLARED)
         await rank.stop(keeps_memory=True)
 

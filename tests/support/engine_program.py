@@ -62,6 +62,17 @@ class Engine:
         self._session.free(self._requests.pop(name))
         return "ok"
 
+    def fill_host(self, row: int, value: int) -> str:
+        """Fills a block in host memory of all ranks."""
+        for memory in self._memories:
+            if memory.host is not None:
+                memory.host[row].fill_(value)
+        return "ok"
+
+    def host(self) -> list[list[int] | None]:
+        """The first byte of each block in host memory, by rank; None for a rank without blocks there."""
+        return [None if memory.host is None else memory.host[:, 0].tolist() for memory in self._memories]
+
     def unmap(self) -> str:
         """Unmaps the memory, as an engine that sleeps."""
         for memory in self._memories:

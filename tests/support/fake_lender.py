@@ -36,6 +36,8 @@ class FakeLender:
         offer: What it offers.
         epoch: The pool's epoch.
         memory: The file that it lends.
+        host: Files of host memory, whose descriptors follow.
+        num_host_blocks: Number of blocks in host memory.
         answers: Answers that replace the usual ones, by the kind of request, which is `hello` for the greeting.
         requests: What it received, in order, each with its kind.
     """
@@ -48,6 +50,8 @@ class FakeLender:
         self.memory = folder / "memory"
         self.memory.write_bytes(b"")
         os.truncate(self.memory, size_bytes)
+        self.host: list[Path] = []
+        self.num_host_blocks = 0
         self.answers: dict[str, Answer] = {}
         self.requests: list[tuple[str, Any]] = []
         self._news = threading.Condition()
@@ -86,6 +90,14 @@ class FakeLender:
         replacement = self.memory.with_name("other")
         replacement.write_bytes(bytes(self.memory.stat().st_size))
         replacement.replace(self.memory)
+
+    def add_host(self, num_blocks: int, size_bytes: int) -> Path:
+        """Lends host memory, too; returns its file."""
+        path = self.memory.with_name(f"host-{len(self.host)}")
+        path.write_bytes(bytes(size_bytes))
+        self.host.append(path)
+        self.num_host_blocks = num_blocks
+        return path
 
     def send(self, data: bytes) -> None:
         """Sends something on the newest connection."""
@@ -161,8 +173,9 @@ class FakeLender:
         answer = self.answers[kind] if kind in self.answers else self._usual_answer(kind, request)
         match answer:
             case lending_pb2.Mapped():
-                with self.memory.open("r+b") as memory:
-                    socket.send_fds(connection, [answer_frame(mapped=answer)], [memory.fileno()])
+                with contextlib.ExitStack() as opened:
+                    files = [opened.enter_context(path.open("r+b")) for path in (self.memory, *self.host)]
+                    socket.send_fds(connection, [answer_frame(mapped=answer)], [file.fileno() for file in files])
             case KvpoolError():
                 connection.sendall(encode_frame(Kind.REFUSED, to_status(answer).SerializeToString()))
             case bytes():
@@ -178,6 +191,7 @@ class FakeLender:
                     num_blocks=request.declared.config.num_blocks,
                     size_bytes=request.declared.size_bytes,
                     memory_id=str(self.memory.stat().st_ino),
+                    num_host_blocks=self.num_host_blocks,
                 )
             case "bind":
                 return answer_frame(bound=lending_pb2.Bound())

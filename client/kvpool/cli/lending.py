@@ -13,7 +13,7 @@ import click
 from click.core import ParameterSource
 
 from kvpool.cli.endpoints import Endpoints
-from kvpool.cli.model import ModelFlags
+from kvpool.cli.model import ModelFlags, byte_size
 from kvpool.cli.options import file_option, together, usage_errors
 from kvpool.client.connection import connect_as
 from kvpool.core.errors import KvpoolError
@@ -39,7 +39,14 @@ lending_options: Final = together(
         type=click.Path(path_type=Path, file_okay=False, exists=True),
         default="/dev/shm",  # noqa: S108 - the folder in it is private
         metavar="FOLDER",
-        help="With --lend: file system in memory for the KV cache on CPU.",
+        help="With --lend: file system in memory for the KV cache on CPU, and for --host-memory.",
+    ),
+    click.option(
+        "--host-memory",
+        type=byte_size,
+        metavar="SIZE",
+        default="0",
+        help="With --lend: host memory beside --memory that keeps blocks which are evicted, such as 64GiB.",
     ),
     click.option(
         "--keep-memory",
@@ -62,12 +69,13 @@ class LendingFlags:
     lend: str | None
     lend_token_file: Path | None
     lend_folder: Path
+    host_memory: int
     keep_memory: bool
 
     def __post_init__(self) -> None:
         if self.lend is None:
-            if self.lend_token_file or self.keep_memory:
-                raise click.UsageError("--lend-token-file and --keep-memory need --lend")
+            if self.lend_token_file or self.keep_memory or self.host_memory:
+                raise click.UsageError("--lend-token-file, --keep-memory and --host-memory need --lend")
             return
         with usage_errors("--lend: "):
             check_address(self.lend)
@@ -85,6 +93,7 @@ class LendingFlags:
         options = {name: value for name, value in options.items() if name not in _PLANNED}
         options["memory_bytes"] = options.pop("memory")
         options["reserve_bytes"] = options.pop("reserve")
+        options["host_memory_bytes"] = self.host_memory
         if options["gpu_memory_utilization"] is None:
             del options["gpu_memory_utilization"]
         options["world_size"] = options["world_size"] or 1

@@ -68,6 +68,12 @@ def _json_errors(*, wanted: bool) -> Iterator[None]:
     default="0",
     help="What each of the engines takes of --memory for itself, as for weights and activations.",
 )
+@click.option(
+    "--host-memory",
+    type=byte_size,
+    metavar="SIZE",
+    help="Host memory of each rank for evicted blocks, as --host-memory of its worker, such as 64GiB.",
+)
 @model_options
 @enum_option(
     "--mamba-cache-mode",
@@ -94,6 +100,7 @@ def plan(  # noqa: PLR0913 - an argument for each option
     memory: tuple[int, ...],
     engines: int,
     engine_memory: int,
+    host_memory: int | None,
     mamba_cache_mode: MambaCacheMode,
     with_vllm: bool,
     plot: Path | None,
@@ -106,12 +113,13 @@ def plan(  # noqa: PLR0913 - an argument for each option
     rank's memory that weights and activations leave for the KV cache, or with --engine-memory all of it.
     """
     flags = ModelFlags(**options)
+    _check_not_negative("--host-memory", host_memory or 0)
     try:
         model = model_of_vllm(config, flags) if with_vllm else flags.read_model(config, "CONFIG.json")
         ranks = _ranks(model, _for_cache(memory, engines, engine_memory), flags.tp, flags.pp)
         plan_options = PlanOptions(**flags.plan_arguments(model), mamba_cache_mode=mamba_cache_mode)
         cache = get_kv_cache_configs(ranks, plan_options)
-        planned = PlannedModel(model, ranks, plan_options, cache, flags.tp, engines)
+        planned = PlannedModel(model, ranks, plan_options, cache, flags.tp, engines, host_memory)
     except InvalidArgumentError as error:
         error.rename_field(FLAGS.get(error.field, error.field))
         if not json_wanted:
@@ -128,14 +136,18 @@ def plan(  # noqa: PLR0913 - an argument for each option
 
 def _for_cache(memory: Sequence[int], engines: int, engine_memory: int) -> list[int]:
     """Returns what the engines leave of the memory of each rank: the most that its worker can lend."""
-    if engine_memory < 0:
-        raise click.UsageError("--engine-memory: must not be negative")
+    _check_not_negative("--engine-memory", engine_memory)
     for size in memory:
         if engine_memory and size <= engines * engine_memory:
             raise click.UsageError(
                 f"--engine-memory: {engines} x {format_bytes(engine_memory)} leave nothing of {format_bytes(size)}"
             )
     return [size - engines * engine_memory for size in memory]
+
+
+def _check_not_negative(option: str, size_bytes: int) -> None:
+    if size_bytes < 0:
+        raise click.UsageError(f"{option}: must not be negative")
 
 
 def _ranks(model: Model, memory: Sequence[int], tp: int, pp: int) -> tuple[RankMemory, ...]:

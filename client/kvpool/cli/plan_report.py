@@ -39,6 +39,7 @@ class PlannedModel:
         plan: The plan.
         tensor_parallel_size: Ranks per pipeline stage.
         engines: Engines that share the cache.
+        host_memory_bytes: Host memory of each rank for evicted blocks; None if it is not planned.
     """
 
     model: Model
@@ -47,11 +48,23 @@ class PlannedModel:
     plan: Plan
     tensor_parallel_size: int
     engines: int = 1
+    host_memory_bytes: int | None = None
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all requests of maximum length that fit at once. vLLM 0.32 logs this as its KV cache size."""
         return int(self.plan.max_concurrency * self.plan.max_model_len) if self.plan.groups else 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Number of blocks that fit the host memory of the rank whose blocks are largest."""
+        slot_bytes = max(config.block_size_bytes for config in self.plan.configs)
+        return (self.host_memory_bytes or 0) // slot_bytes if slot_bytes else 0
+
+    @property
+    def num_host_tokens(self) -> int:
+        """Tokens of requests of maximum length whose blocks fit the host memory."""
+        return self.num_host_blocks * self.plan.max_model_len // max(self.plan.blocks_per_request, 1)
 
     @property
     def max_requests(self) -> int | None:
@@ -153,6 +166,7 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
     """Returns the whole plan. The model's figures cover all its layers on one tensor rank."""
     model, plan, options = planned.model, planned.plan, planned.options
     concurrency = plan.max_concurrency if math.isfinite(plan.max_concurrency) else None
+    host = {"num_host_blocks": planned.num_host_blocks, "num_host_tokens": planned.num_host_tokens}
     return {
         "architecture": model.architecture,
         "layers_by_kind": layers_by_kind(model),
@@ -166,6 +180,7 @@ def as_json(planned: PlannedModel) -> dict[str, Any]:
         "max_model_len": plan.max_model_len,
         "num_blocks": plan.num_blocks,
         "num_tokens": planned.num_tokens,
+        **(host if planned.host_memory_bytes is not None else {}),
         "max_concurrency": concurrency,
         "max_requests": planned.max_requests,
         "tokens_at_max_model_len": planned.num_tokens if concurrency else None,
@@ -261,6 +276,8 @@ def _print_summary(planned: PlannedModel) -> None:
             each = plan.max_concurrency / planned.engines
             rows.append(("... of each engine, if all have as many", f"{each:.2f}"))
         rows.append(("tokens of these requests together", f"{planned.num_tokens:,}"))
+        if planned.host_memory_bytes is not None:
+            rows.append(("blocks in host memory", f"{planned.num_host_blocks:,}, {planned.num_host_tokens:,} tokens"))
         rows.append(("most requests at once, however short", f"{planned.max_requests:,}"))
         if multiple := hit_multiple_tokens(plan, planned.options):
             rows.append(("prefixes are hit in multiples of", f"{multiple:,} tokens"))

@@ -35,6 +35,7 @@ _FLAGS: Final = {
     **own_flags("layout", "lend", "lend_folder"),
     "memory_bytes": "--memory",
     "reserve_bytes": "--reserve",
+    "host_memory_bytes": "--host-memory",
 }
 
 

@@ -70,6 +70,15 @@ def available_bytes(device: torch.device, settings: WorkerSettings, held_bytes: 
     return memory_bytes
 
 
+def check_host_memory(device: torch.device, settings: WorkerSettings) -> None:
+    """Raises InvalidArgumentError if this machine lacks the host memory, beside memory on CPU."""
+    left_bytes = machine_memory_bytes() - (settings.memory_bytes or 0 if device.type == "cpu" else 0)
+    if settings.host_memory_bytes > left_bytes:
+        stated, left = format_bytes(settings.host_memory_bytes), format_bytes(left_bytes)
+        message = f"{stated} are more than this machine has left: {left}"
+        raise InvalidArgumentError("host_memory_bytes", message, reason="LARGER_THAN_THE_DEVICE")
+
+
 def _available_on_cuda(device: torch.device, settings: WorkerSettings, held_bytes: int) -> int:
     torch.cuda.empty_cache()  # memory in torch's cache would count as in use
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)

@@ -1,14 +1,15 @@
-"""The memory of a rank that lends it: bytes that the rank itself neither maps nor views."""
+"""The memory of a rank that lends it, and its host memory: bytes that the rank itself neither maps nor views."""
 
 import os
 from threading import Lock
 
 import torch
 
-from kvpool.core.errors import AbortedError, ExhaustedError
+from kvpool.core.errors import AbortedError, ExhaustedError, WrongStateError
 from kvpool.core.planning.plan import KVCacheConfig
 from kvpool.gpu_worker.layouts import LayerCache
 from kvpool.gpu_worker.rank_effects import Allocation
+from kvpool.lending.memory_file import close_all
 from kvpool.lending.memory_folder import MemoryFolder
 
 
@@ -21,22 +22,40 @@ class LentCache:
 
     buffers: tuple[torch.Tensor, ...] = ()
 
-    def __init__(self, folder: MemoryFolder, held: Allocation | None = None) -> None:
+    def __init__(self, folder: MemoryFolder, num_host_blocks: int, held: Allocation | None = None) -> None:
         """Starts with the memory of an earlier process, or without memory.
+
+        Args:
+            folder: Folder of the memory.
+            num_host_blocks: Number of blocks in host memory.
+            held: The memory of the earlier process; None for none.
 
         Raises:
             OSError: The memory of the earlier process cannot be opened.
+            WrongStateError: Its host memory has another size.
         """
         self._folder = folder
+        self._num_host_blocks = num_host_blocks
         self.allocation = held
         self._lock = Lock()
-        self._descriptor = folder.open() if held else -1
+        self._descriptors = folder.open() if held else ()
+        found_bytes = sum(os.fstat(descriptor).st_size for descriptor in self._descriptors[1:])
+        if found_bytes != self.host_bytes:
+            self.close()
+            message = f"an earlier process had {found_bytes} bytes, and this one has {self.host_bytes}"
+            raise WrongStateError("SIZE_DIFFERS", message, field="host_memory")
 
     @property
     def allocated_bytes(self) -> int:
         """Size of the memory."""
         allocation = self.allocation
         return allocation.allocated_bytes if allocation else 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Size of the host memory."""
+        allocation = self.allocation
+        return allocation.allocated_bytes // allocation.num_blocks * self._num_host_blocks if allocation else 0
 
     def allocate(self, config: KVCacheConfig) -> Allocation:
         """Frees the memory, then allocates that of a plan: all of it, as engines lay it out for a number of blocks.
@@ -47,7 +66,8 @@ class LentCache:
         self.release()
         size_bytes = sum(tensor.size_bytes for tensor in config.tensors)
         try:
-            self._descriptor = self._folder.create(size_bytes)
+            host_bytes = size_bytes // config.num_blocks * self._num_host_blocks
+            self._descriptors = self._folder.create(size_bytes, host_bytes)
         except MemoryError as error:
             raise ExhaustedError("OUT_OF_MEMORY", str(error)) from error
         self.allocation = Allocation(config, config.num_blocks, size_bytes)
@@ -57,16 +77,16 @@ class LentCache:
         """The configuration for the first blocks; there are no views."""
         return self.allocation.config_for(num_blocks) if self.allocation else KVCacheConfig(num_blocks, (), ()), {}
 
-    def duplicate(self) -> tuple[int, str]:
-        """Another descriptor of the memory, which the caller closes, and what identifies the memory.
+    def duplicate(self) -> tuple[tuple[int, ...], str]:
+        """Other descriptors of the memory, which the caller closes, and what identifies it. See `ReadyMemory`.
 
         Raises:
             AbortedError: The memory was freed meanwhile.
         """
         with self._lock:
-            if self._descriptor < 0:
+            if not self._descriptors:
                 raise AbortedError("MEMORY_REPLACED", "another engine declared other memory meanwhile")
-            return os.dup(self._descriptor), self._folder.memory_id(self._descriptor)
+            return tuple(map(os.dup, self._descriptors)), self._folder.memory_id(self._descriptors)
 
     def release(self) -> None:
         """Deletes the memory. It is free when no process maps it."""
@@ -75,8 +95,7 @@ class LentCache:
         self._folder.delete()
 
     def close(self) -> None:
-        """Closes the descriptor; the memory stays in its folder."""
+        """Closes the descriptors; the memory stays in its folder."""
         with self._lock:
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
-            self._descriptor = -1
+            close_all(self._descriptors)
+            self._descriptors = ()

@@ -15,12 +15,19 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from kvpool.core.errors import AbortedError, ExhaustedError, KvpoolError, WrongStateError, fields_renamed
+from kvpool.core.errors import (
+    AbortedError,
+    ExhaustedError,
+    InvalidArgumentError,
+    KvpoolError,
+    WrongStateError,
+    fields_renamed,
+)
 from kvpool.core.ids import TableLease
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
 from kvpool.core.ranks.declared import declared_difference
 from kvpool.core.ranks.messages import DeclaredMemory, HeldTensors, Registration
-from kvpool.gpu_worker.device import available_bytes, device_memory, open_device
+from kvpool.gpu_worker.device import available_bytes, check_host_memory, device_memory, open_device
 from kvpool.gpu_worker.lent_cache import LentCache
 from kvpool.gpu_worker.rank_effects import Allocation
 from kvpool.gpu_worker.rank_pool import RankPool, WorkerHooks
@@ -80,6 +87,7 @@ class LentRank:
         """
         self.settings: Final = settings
         self.device: Final = open_device(settings.device)
+        check_host_memory(self.device, settings)
         past = folder.read_rank()
         held_bytes = past.declared.size_bytes if past and past.declared else 0
         self._available_bytes: Final = available_bytes(self.device, settings, held_bytes)
@@ -116,6 +124,7 @@ class LentRank:
             is_lent=held is not None,
             device=str(self.device),
             weights_bytes=self._weights_bytes,
+            host_bytes=settings.host_memory_bytes,
         )
 
     @property
@@ -129,7 +138,8 @@ class LentRank:
         """Memory, stream and step counts of the rank."""
         held = self._held
         usage = held.runner.usage if held else WorkerUsage(self._available_bytes)
-        return replace(usage, mapping_processes=self.borrowers.num_mapping)
+        host_bytes = held.cache.host_bytes if held else 0
+        return replace(usage, mapping_processes=self.borrowers.num_mapping, host_bytes=host_bytes)
 
     def device_memory(self) -> DeviceMemory:
         """Memory of the device."""
@@ -156,7 +166,7 @@ class LentRank:
             message = f"{declared.config.num_blocks}; the ranks of the pool have {pool.num_blocks}"
             raise WrongStateError("FEWER_BLOCKS", message, field="declared.config.num_blocks")
         self._weights_bytes = weights_bytes or self._weights_bytes
-        return ReadyMemory(pool.epoch, pool.num_blocks, held.cache.duplicate)
+        return ReadyMemory(pool.epoch, pool.num_blocks, pool.num_host_blocks, held.cache.duplicate)
 
     def report_gone(self, leases: Collection[TableLease]) -> None:
         """Reports sessions whose processes have exited."""
@@ -183,7 +193,7 @@ class LentRank:
         async with self._changing:
             held = self._current
             if held is None:
-                return self._start(declared, self._register(declared), LentCache(self._folder))
+                return self._start(declared, self._register(declared))
             found = declared_difference(declared, held.declared)
             if found is None:
                 return held
@@ -194,7 +204,7 @@ class LentRank:
             registration = self._register(declared)
             _log.info("memory replaced", extra={**self.rank_fields, "field": field})
             await asyncio.to_thread(held.runner.close)
-            return self._start(declared, registration, LentCache(self._folder))
+            return self._start(declared, registration)
 
     def _register(self, declared: DeclaredMemory) -> Registration:
         settings = replace(self.settings, options=declared.options)
@@ -206,9 +216,24 @@ class LentRank:
                 layers=declared.layers,
                 declared=declared,
             )
-        return replace(registration, last_epoch=self._last_epoch)
+            num_host_blocks = self._num_host_blocks(declared)
+            registration = replace(registration, last_epoch=self._last_epoch, num_host_blocks=num_host_blocks)
+            registration.check()
+        return registration
 
-    def _start(self, declared: DeclaredMemory, registration: Registration, cache: LentCache) -> _Held:
+    def _num_host_blocks(self, declared: DeclaredMemory) -> int:
+        """Number of blocks that fit the host memory; without caching no block stays to be evicted."""
+        host_bytes, slot_bytes = self.settings.host_memory_bytes, declared.size_bytes // declared.config.num_blocks
+        if not host_bytes or not declared.config.enable_caching:
+            return 0
+        if slot_bytes > host_bytes:
+            message = f"{host_bytes} bytes hold no block of this engine, which takes {slot_bytes}"
+            raise InvalidArgumentError("host_memory", message, reason="NO_MEMORY")
+        return host_bytes // slot_bytes
+
+    def _start(self, declared: DeclaredMemory, registration: Registration, cache: LentCache | None = None) -> _Held:
+        """Starts the rank, with the memory of an earlier process or without memory."""
+        cache = cache or LentCache(self._folder, registration.num_host_blocks)
         hooks = WorkerHooks(on_status=self._on_status, on_epoch=partial(self._keep, registration))
         runner = RankRunner(self.settings, registration, cache=cache, fence=self.borrowers.attach, hooks=hooks)
         self._held = _Held(declared, cache, runner)
@@ -247,7 +272,7 @@ class LentRank:
         try:
             registration = replace(self._register(declared), boot_id=past.boot_id, held=past.held)
             processes = self._folder.read_borrowers()
-            cache = LentCache(self._folder, held)
+            cache = LentCache(self._folder, registration.num_host_blocks, held)
         except (OSError, KvpoolError) as error:
             _log.warning("memory dropped", extra={**self.rank_fields, "error": str(error)})
             self._folder.delete()

@@ -232,7 +232,15 @@ class RankLoop(Generic[_FenceT]):
     def _begin_epoch(self, ready: Ready) -> None:
         """Job: makes the views, has the runner bind them, then admits steps."""
         config, kv_caches = self._cache.view(ready.num_blocks)
-        pool = RankPool(ready.epoch, ready.num_blocks, config, ready.max_model_len, kv_caches, self._cache.buffers)
+        pool = RankPool(
+            ready.epoch,
+            ready.num_blocks,
+            config,
+            ready.max_model_len,
+            kv_caches,
+            self._cache.buffers,
+            ready.num_host_blocks,
+        )
         self._hooks.on_epoch(pool)
 
         def admit() -> bool:

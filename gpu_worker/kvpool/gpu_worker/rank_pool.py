@@ -25,6 +25,7 @@ class RankPool:
             memory: a runner that keeps views beyond the epoch drops them in `WorkerHooks.on_release`.
         buffers: int8 (bytes,), one per tensor of the config, large enough for at least `num_blocks` blocks: for
             runners that see pages differently, as kernel blocks. The worker owns this memory too.
+        num_host_blocks: Number of blocks of the pool in host memory: the smallest number over all ranks.
     """
 
     epoch: int
@@ -33,6 +34,7 @@ class RankPool:
     max_model_len: int
     kv_caches: Mapping[str, LayerCache]
     buffers: tuple[torch.Tensor, ...]
+    num_host_blocks: int = 0
 
 
 def _no_hook(*_: object) -> None:

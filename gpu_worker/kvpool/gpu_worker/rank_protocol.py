@@ -325,9 +325,13 @@ class RankProtocol:
 
     def _begin_epoch(self, ready: Ready, now_seconds: float) -> list[Effect]:
         held_blocks = self.held.num_blocks if self.held and self._held_epoch == ready.epoch else 0
-        if ready.num_blocks > held_blocks:
-            message = f"ready with {ready.num_blocks} blocks in epoch {ready.epoch}; the rank holds {held_blocks}"
-            return self.stream_ended(ServerError("NOT_AS_PLANNED", message), now_seconds)
+        for where, count, held_count in (
+            ("", ready.num_blocks, held_blocks),
+            (" in host memory", ready.num_host_blocks, self._registration.num_host_blocks),
+        ):
+            if count > held_count:
+                message = f"ready with {count} blocks{where} in epoch {ready.epoch}; the rank holds {held_count}"
+                return self.stream_ended(ServerError("NOT_AS_PLANNED", message), now_seconds)
         self.phase = Phase.READY
         self.status = PoolStatus(PoolState.READY, ready.epoch, ())
         self._planned = None

@@ -29,6 +29,7 @@ class WorkerSettings:
         memory_bytes: Memory for the KV cache; None for a share of the device memory, on CUDA devices only.
         gpu_memory_utilization: The share, (0, 1]. Memory that is already in use counts towards it.
         reserve_bytes: Memory left free on a CUDA device for later allocations, such as activations and graphs.
+        host_memory_bytes: Host memory for evicted blocks, of a rank that lends its memory; 0 for none.
         access: Credentials for the server.
     """
 
@@ -41,6 +42,7 @@ class WorkerSettings:
     memory_bytes: int | None = None
     gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
     reserve_bytes: int = DEFAULT_RESERVE_BYTES
+    host_memory_bytes: int = 0
     access: ClientCredentials = ClientCredentials()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
@@ -62,3 +64,4 @@ class WorkerSettings:
         if not 0 < self.gpu_memory_utilization <= 1:
             raise InvalidArgumentError("gpu_memory_utilization", f"{self.gpu_memory_utilization} is not in (0, 1]")
         check_range("reserve_bytes", self.reserve_bytes, 0, MAX_AVAILABLE_BYTES)
+        check_range("host_memory_bytes", self.host_memory_bytes, 0, MAX_AVAILABLE_BYTES)

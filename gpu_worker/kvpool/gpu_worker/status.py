@@ -66,6 +66,7 @@ class WorkerUsage:
         steps_in_flight: Number of admitted steps that are not done; for a rank that lends its memory, of ended sessions
             whose processes have not answered.
         mapping_processes: Number of processes that may map the memory, of a rank that lends it.
+        host_bytes: Host memory of its evicted blocks, of such a rank.
     """
 
     available_bytes: int
@@ -75,3 +76,4 @@ class WorkerUsage:
     last_heartbeat_seconds: float | None = None
     steps_in_flight: int = 0
     mapping_processes: int = 0
+    host_bytes: int = 0

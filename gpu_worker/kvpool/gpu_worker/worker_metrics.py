@@ -35,6 +35,7 @@ _USAGE: Final[dict[str, Row[WorkerUsage]]] = {
     "kvpool_worker_mapping_processes": Row(
         "Processes that may map the memory, of a rank that lends it.", "mapping_processes"
     ),
+    "kvpool_worker_host_bytes": Row("Host memory for evicted blocks, of a rank that lends its memory.", "host_bytes"),
     "kvpool_worker_heartbeats_total": Row("Heartbeats of the rank that the server answered.", "heartbeats"),
     "kvpool_worker_joins_total": Row("Streams on which the server accepted the rank.", "joins"),
 }

@@ -1,7 +1,6 @@
 """A connection to a lender: requests, their answers, and the fences that come in between."""
 
 import contextlib
-import os
 import select
 import socket
 import time
@@ -12,6 +11,7 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
+from kvpool.lending.memory_file import close_all
 from kvpool.v1 import lending_pb2
 from kvpool.v1.link_pb2 import LinkHello, LinkWelcome
 from kvpool.wire import link
@@ -20,6 +20,7 @@ from kvpool.wire.frames import FrameReader, encode_frame
 
 _SCHEME: Final = "unix:"
 _CHUNK_BYTES: Final = 2**16
+_MAX_DESCRIPTORS: Final = 2
 
 
 class Connection:
@@ -68,8 +69,8 @@ class Connection:
     def close(self) -> None:
         """Closes the socket and the descriptors that were not taken. Repeats do nothing."""
         self._socket.close()
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        close_all(self._descriptors)
+        self._descriptors = []
 
     def hello(self, hello: LinkHello, timeout_seconds: float) -> lending_pb2.LendingOffer:
         """Introduces the process; must come first.
@@ -95,8 +96,8 @@ class Connection:
 
     def map(
         self, request: lending_pb2.Map, timeout_seconds: float, wait: Callable[[float], None] | None = None
-    ) -> tuple[lending_pb2.Mapped, int]:
-        """Asks for the memory. Returns the answer and the descriptor, which the caller closes.
+    ) -> tuple[lending_pb2.Mapped, tuple[int, ...]]:
+        """Asks for the memory. Returns the answer and its descriptors, which the caller closes.
 
         Args:
             request: The memory.
@@ -104,13 +105,16 @@ class Connection:
             wait: Waits for data until a time of `time.monotonic`, and takes fences; None for `wait`, which keeps them.
 
         Raises:
-            KvpoolError: The lender refuses, does not answer in time, or sends no memory.
+            KvpoolError: The lender refuses, does not answer in time, or sends another number of descriptors.
         """
-        answer = self.request(lending_pb2.LendRequest(map=request), "mapped", timeout_seconds, wait)
-        if not self._descriptors:
-            self._error = InvalidArgumentError("mapped", "comes without the memory's descriptor", reason="MALFORMED")
+        mapped = self.request(lending_pb2.LendRequest(map=request), "mapped", timeout_seconds, wait).mapped
+        found = len(self._descriptors)
+        if not 1 + bool(mapped.num_host_blocks) <= found <= _MAX_DESCRIPTORS:
+            message = f"comes with {found} descriptors of memory, and {mapped.num_host_blocks} blocks in host memory"
+            self._error = InvalidArgumentError("mapped", message, reason="MALFORMED")
             raise self._error
-        return answer.mapped, self._descriptors.pop()
+        descriptors, self._descriptors = tuple(self._descriptors), []
+        return mapped, descriptors
 
     def request(
         self,
@@ -214,7 +218,8 @@ class Connection:
 
     def _receive_with_descriptors(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            most = _MAX_DESCRIPTORS + 1  # so that more are noticed
+            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, most, socket.MSG_CMSG_CLOEXEC)
             self._descriptors += descriptors
             if not data:
                 self._error = self._ended(None)

@@ -11,7 +11,7 @@ import os
 import subprocess
 import uuid
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,9 +20,13 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
 from kvpool.core.ranks.messages import Registration
-from kvpool.lending.memory_folder import MemoryFolder
+from kvpool.lending.memory_file import open_all
+from kvpool.lending.memory_folder import HOST_FILE, MemoryFolder
 from kvpool.lending.memory_holder import MemoryHolder
+from kvpool.wire.file_ids import file_id
 
+_REGISTERED_FOR_ALL_CONTEXTS: Final = 1
+"""CU_MEMHOSTREGISTER_PORTABLE."""
 _log = logging.getLogger("kvpool.worker")
 
 
@@ -40,7 +44,7 @@ class CudaMemoryFolder(MemoryFolder):
             InvalidArgumentError: cuda-bindings are not installed.
             WrongStateError: The process uses the device through NVIDIA MPS, or as `MemoryFolder` raises.
         """
-        self._vmm = _open_device(device)
+        self._vmm = open_virtual_memory(device)
         self._device = device
         super().__init__(pool, rank, root)
         self._holder = MemoryHolder.connect(self.path)
@@ -54,12 +58,9 @@ class CudaMemoryFolder(MemoryFolder):
             self._holder.close()
         super().close()
 
-    def create(self, size_bytes: int) -> int:
-        """Allocates zeroed memory; returns its descriptor, which the caller closes.
-
-        Raises:
-            MemoryError: The memory does not fit.
-        """
+    def create(self, size_bytes: int, host_bytes: int = 0) -> tuple[int, ...]:
+        """See `MemoryFolder`. Host memory alone is a file."""
+        self._number += 1
         try:
             descriptor = self._vmm.allocate(size_bytes)
         except CudaError as error:
@@ -69,15 +70,16 @@ class CudaMemoryFolder(MemoryFolder):
             memory.map(descriptor)
             memory.buffer.zero_()
             torch.cuda.synchronize(self._device)
+            host = self._create_files({HOST_FILE: host_bytes})
         except BaseException:
             os.close(descriptor)
             raise
         self._memory_id = uuid.uuid4().hex
         self._hold(descriptor)
-        return descriptor
+        return descriptor, *host
 
-    def open(self) -> int:
-        """Opens the memory of an earlier process; returns its descriptor, which the caller closes.
+    def open(self) -> tuple[int, ...]:
+        """Opens the memory of an earlier process; returns its descriptors as `create` does.
 
         Raises:
             OSError: It is not held.
@@ -89,11 +91,12 @@ class CudaMemoryFolder(MemoryFolder):
             self._vmm.check(self._held)
         except CudaError as error:
             raise OSError(str(error)) from error
-        return os.dup(self._held)
+        host = open_all(self._host_files())
+        return os.dup(self._held), *host
 
-    def memory_id(self, descriptor: int) -> str:
-        """Identifies the memory, also across processes of the rank: a random value."""
-        del descriptor  # another export of the same memory is another file
+    def memory_id(self, descriptors: Sequence[int]) -> str:
+        """Identifies the memory, also across processes of the rank: a random value, for host memory too."""
+        del descriptors  # another export of the same memory is another file
         return self._memory_id
 
     def read_rank(self) -> Registration | None:
@@ -102,7 +105,7 @@ class CudaMemoryFolder(MemoryFolder):
 
     def _identity(self) -> str:
         """See `MemoryFolder`."""
-        return self._memory_id
+        return " ".join((self._memory_id, *map(file_id, self._host_files())))
 
     def delete(self) -> None:
         """See `MemoryFolder`."""
@@ -144,7 +147,7 @@ class CudaMemory:
             InvalidArgumentError: cuda-bindings are not installed.
             WrongStateError: No range is free, or the process uses the device through NVIDIA MPS.
         """
-        self._vmm = _open_device(device)
+        self._vmm = open_virtual_memory(device)
         self._device = device
         with _can_map():
             self._addresses = self._vmm.reserve(size_bytes)
@@ -256,6 +259,18 @@ class VirtualMemory:
         self.unmap(addresses)
         self._call("cuMemAddressFree", addresses.start, addresses.size_bytes)
 
+    def register(self, address: int, size_bytes: int) -> None:
+        """Has the device read and write a range of host memory by DMA; raises CudaError if the driver cannot.
+
+        An error of the driver stays with this call. One of CUDA's runtime would surface again in a later call of torch.
+        """
+        self._call("cuMemHostRegister", address, size_bytes, _REGISTERED_FOR_ALL_CONTEXTS)
+
+    def unregister(self, address: int) -> None:
+        """Ends the registration of the range at an address, when the device does not use it any more."""
+        torch.cuda.synchronize(self._index)
+        self._call("cuMemHostUnregister", address)
+
     @contextlib.contextmanager
     def _imported(self, descriptor: int) -> Iterator[Any]:
         """Imports memory of this device; yields its handle. What is mapped then keeps the memory."""
@@ -316,8 +331,11 @@ def _free(vmm: VirtualMemory, addresses: Addresses, device: torch.device) -> Non
     vmm.free(addresses)
 
 
-def _open_device(device: torch.device) -> VirtualMemory:
-    """Refuses NVIDIA MPS: its server owns the contexts, so that kernels of a process may write after its exit."""
+def open_virtual_memory(device: torch.device) -> VirtualMemory:
+    """Opens the memory of a device.
+
+    Refuses NVIDIA MPS: its server owns the contexts, so that kernels of a process may write after its exit.
+    """
     vmm = VirtualMemory(_driver(), device.index or 0)
     torch.cuda.init()  # type: ignore[no-untyped-call]  # the driver answers no call before
     try:

@@ -25,11 +25,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from typing import Final
-
-import torch
 
 from kvpool.core.errors import InvalidArgumentError, KvpoolError, UnavailableError, WrongStateError
 from kvpool.core.ids import TableLease
@@ -37,6 +34,7 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.connection import Connection
 from kvpool.lending.fence import Fence, StaleTablesError, StepTicket
 from kvpool.lending.mapped_memory import reserve_memory
+from kvpool.lending.memory_file import close_all
 from kvpool.lending.requests import (
     Mapping,
     ask_again,
@@ -141,8 +139,8 @@ class LenderClient:
                 raise WrongStateError("ALREADY_MAPPED", "this process has mapped the memory before")
             memory = reserve_memory(self.offer.device, declared.size_bytes)
             self._finish_steps = finish_steps
-            mapped = self._map(Mapping(declared, "", timeout_seconds, memory, weights_bytes))
-        return LentMemory(self, memory.buffer, mapped.num_blocks, mapped.epoch)
+            mapping = self._map(Mapping(declared, timeout_seconds, memory, weights_bytes))
+        return LentMemory(self, mapping)
 
     def unmap(self) -> None:
         """See `LentMemory.unmap`."""
@@ -154,7 +152,7 @@ class LenderClient:
                 return
             if self._fence.num_in_flight:
                 raise WrongStateError("STEPS_IN_FLIGHT", "the memory cannot be unmapped while a step uses it")
-            self._mapping.memory.unmap()
+            self._mapping.unmap()
             if self._connection:
                 try:
                     request_unmap(self._connection)
@@ -217,6 +215,8 @@ class LenderClient:
         with self._lock:
             if self._mapping and not self._fence.num_in_flight:
                 self._give_back()
+                if self._mapping.host:
+                    self._mapping.host.unregister()
             self._stop(self._final_error)
             self._wake()
         self._thread.join()
@@ -231,27 +231,28 @@ class LenderClient:
 
     # The rest runs with the lock, unless it says otherwise.
 
-    def _map(self, mapping: Mapping) -> lending_pb2.Mapped:
+    def _map(self, mapping: Mapping) -> Mapping:
         """Asks for the memory, and maps it. If it cannot be mapped, no step runs any more."""
         connection = self._usable_connection(time.monotonic() + self._timeout_seconds)
         try:
-            mapped, descriptor = request_memory(connection, mapping)
+            mapped, descriptors = request_memory(connection, mapping)
         except KvpoolError:
             self._read()
             raise
         try:
             check_mapped(mapped, mapping)
-            mapping.memory.map(descriptor)
+            mapping = mapping.with_answer(mapped, self.offer.device)
+            mapping.map(descriptors)
         except BaseException as error:
             self._give_back()
             self._stop(error if isinstance(error, StaleTablesError) else StaleTablesError("NOT_MAPPED", str(error)))
             raise
         finally:
-            os.close(descriptor)
-        self._mapping = replace(mapping, memory_id=mapped.memory_id)
+            close_all(descriptors)
+        self._mapping = mapping
         self._begin(mapped.epoch)
         self._read()  # a fence may have come with the answer
-        return mapped
+        return mapping
 
     def _give_back(self) -> None:
         if self._connection:
@@ -475,20 +476,21 @@ class LentMemory:
 
     Attributes:
         buffer: The memory, int8 (size_bytes,), as earlier engines left it. Write to blocks of the session only.
+        host: The blocks in host memory, int8 (num_host_blocks, slot_bytes), as earlier engines left them: row i is the
+            block with id num_blocks + i. None if the pool has none.
         num_blocks: Number of blocks of the pool, the null block included.
         epoch: Epoch of the pool when the memory was mapped.
         lender: The connection to the lender.
-        host: Host memory of the rank, int8 (num_host_blocks, slot_bytes); None without.
     """
 
-    host: torch.Tensor | None = None
-
-    def __init__(self, lender: LenderClient, buffer: torch.Tensor, num_blocks: int, epoch: int) -> None:
+    def __init__(self, lender: LenderClient, mapping: Mapping) -> None:
         """Use `LenderClient.map`."""
+        mapped = mapping.mapped or lending_pb2.Mapped()
         self.lender: Final = lender
-        self.buffer: Final = buffer
-        self.num_blocks: Final = num_blocks
-        self.epoch: Final = epoch
+        self.buffer: Final = mapping.memory.buffer
+        self.host: Final = mapping.host.buffer.view(-1, mapping.slot_bytes) if mapping.host else None
+        self.num_blocks: Final = mapped.num_blocks
+        self.epoch: Final = mapped.epoch
 
     def step(self, lease: TableLease) -> StepTicket:
         """Admits a step before its launch; it is in flight until its ticket is done.
@@ -512,8 +514,8 @@ class LentMemory:
     def unmap(self) -> None:
         """Unmaps the memory until `map_again`. The sessions go on, and other processes use the memory.
 
-        The addresses of the buffer and of its views stay reserved, and must not be used. Without the lender it works
-        alike: the lender learns of it when it is there again. Repeats do nothing.
+        The addresses of `buffer`, `host` and their views stay reserved, and must not be used. Without the lender it
+        works alike: the lender learns of it when it is there again. Repeats do nothing.
 
         Raises:
             WrongStateError: A step is in flight (STEPS_IN_FLIGHT); or this process was forked (FORKED).

@@ -1,6 +1,7 @@
 """Maps the memory that a rank lends, from the descriptor that the lender sends, at addresses that stay reserved."""
 
 import ctypes
+import logging
 import mmap
 import os
 from typing import Final, Protocol
@@ -8,10 +9,13 @@ from typing import Final, Protocol
 import torch
 
 from kvpool.core.errors import InvalidArgumentError, WrongStateError
-from kvpool.lending.cuda_memory import CudaMemory
+from kvpool.lending.cuda_memory import CudaError, CudaMemory, VirtualMemory, open_virtual_memory
 
 _MAP_FIXED: Final = 0x10
 """Replaces what is mapped at the address; absent in Python's `mmap`."""
+_REGISTERED_BYTES: Final = 2**30
+"""How much host memory is registered with a GPU in one call."""
+_log = logging.getLogger("kvpool.lending")
 
 _mmap: Final = ctypes.CDLL(None, use_errno=True).mmap
 _mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
@@ -65,17 +69,27 @@ def reserve_memory(device: str, size_bytes: int) -> MappedMemory:
     return HostMemory(size_bytes)
 
 
+def reserve_host_memory(device: str, size_bytes: int) -> "HostMemory":
+    """Reserves addresses of the CPU for host memory beside memory on a device; raises as `reserve_memory` does."""
+    if not device.startswith("cuda"):
+        return HostMemory(size_bytes)
+    return HostMemory(size_bytes, open_virtual_memory(torch.device("cuda", torch.cuda.current_device())))
+
+
 class HostMemory:
     """Addresses of the CPU. See `MappedMemory`."""
 
-    def __init__(self, size_bytes: int) -> None:
-        """Reserves them."""
+    def __init__(self, size_bytes: int, gpu: VirtualMemory | None = None) -> None:
+        """Reserves them. Memory that is mapped there is registered with a GPU, if it is given."""
         try:
             self._range = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE)
         except OSError as error:
             raise _cannot_map(error.errno or 0) from None
         self.buffer = torch.frombuffer(self._range, dtype=torch.int8)  # keeps the range
         self.is_mapped = False
+        self._gpu = gpu
+        self._registered: list[int] = []
+        """Addresses of the registered parts."""
 
     def map(self, descriptor: int) -> None:
         """See `MappedMemory`."""
@@ -86,11 +100,30 @@ class HostMemory:
         self._replace(mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, descriptor)
         self._range.madvise(mmap.MADV_DONTFORK)  # a child process would write after the lender has seen this one exit
         self.is_mapped = True
+        if self._gpu:
+            self._register(self._gpu)
 
     def unmap(self) -> None:
         """See `MappedMemory`. An access to the buffer then ends the process."""
+        self.unregister()
         self._replace(0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
         self.is_mapped = False
+
+    def unregister(self) -> None:
+        """Ends the registration with the GPU, which would use the old memory at these addresses. Repeats do nothing."""
+        while self._gpu and self._registered:
+            self._gpu.unregister(self._registered.pop())
+
+    def _register(self, gpu: VirtualMemory) -> None:
+        """Registers the memory. Without it copies are slower, and as correct."""
+        start, size_bytes = self.buffer.data_ptr(), self.buffer.numel()
+        try:
+            for offset in range(0, size_bytes, _REGISTERED_BYTES):
+                gpu.register(start + offset, min(_REGISTERED_BYTES, size_bytes - offset))
+                self._registered.append(start + offset)
+        except CudaError as error:
+            fields = {"bytes": size_bytes - offset, "error": str(error)}
+            _log.warning("host memory not registered", extra=fields)
 
     def _replace(self, protection: int, flags: int, descriptor: int) -> None:
         address = self.buffer.data_ptr()

@@ -1,11 +1,11 @@
-"""The folder of a rank's memory on CPU, which outlives the process of the rank.
+"""The folder of a rank's memory on CPU and of its host memory, which outlive the process of the rank.
 
 1. The folder is private to its user. One process at a time holds its lock.
-2. Each allocation is a new file, so that a process that maps an earlier one never sees the new contents. The file is
-   deleted with the allocation; its memory is free when no process maps it.
-3. `rank` states whose memory the file is, and which file. It is written when an epoch begins, replaced as a whole, and
-   deleted before the file. Without it, or if another file has the name, the file is not used again.
-4. `borrowers` lists the processes that may map the file: all of them in its first line, and in each later one further
+2. Each allocation is a new file, and another one for host memory, so that a process that maps earlier ones never sees
+   the new contents. The files are deleted with the allocation; their memory is free when no process maps them.
+3. `rank` states whose memory the files are, and which files. It is written when an epoch begins, replaced as a whole,
+   and deleted before the files. Without it, or if another file has the name of one, neither is used again.
+4. `borrowers` lists the processes that may map the files: all of them in its first line, and in each later one further
    sessions of a process. A last line without an end was being written when the process died, so it counts for nothing.
 5. A process whose folder was deleted recreates it and continues, because its descriptor keeps the memory. A deleted
    file cannot be given a name again, so the memory is freed when this process and the engines have exited.
@@ -19,21 +19,24 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Final, Self
 from urllib.parse import quote
 
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.core.ranks.messages import Registration
+from kvpool.lending.memory_file import allocate_pages, free_bytes, open_all
 from kvpool.lending.processes import pid_namespace
 from kvpool.wire.file_ids import file_id
 from kvpool.wire.ranks import registration_from_bytes, registration_to_bytes
 
 _FILE: Final = "memory-{}"
+HOST_FILE: Final = "host-{}"
 _log = logging.getLogger("kvpool.worker")
 
 
@@ -137,38 +140,82 @@ class MemoryFolder:
             os.close(lock)
         _log.warning("memory folder deleted", extra={**self._rank_fields, "path": str(self.path)})
 
-    def create(self, size_bytes: int) -> int:
-        """Allocates zeroed memory in a new file; returns its descriptor, which the caller closes.
+    def create(self, size_bytes: int, host_bytes: int = 0) -> tuple[int, ...]:
+        """Allocates zeroed memory in new files.
+
+        Args:
+            size_bytes: Size of the memory.
+            host_bytes: Size of host memory beside it; 0 for none.
+
+        Returns:
+            Descriptors of the memory, and of the host memory if there is any, which the caller closes.
 
         Raises:
             MemoryError: The memory does not fit; nothing stays allocated.
+            ExhaustedError: The host memory does not fit beside it, as the field `host_memory` says; likewise.
         """
         self._number += 1
-        path = self.path / _FILE.format(self._number)
-        with contextlib.ExitStack() as undo:
-            try:
-                self._make_again()
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-                undo.callback(path.unlink)
-                undo.callback(os.close, descriptor)
-                os.posix_fallocate(descriptor, 0, size_bytes)  # else a write to a full file system kills the engine
-            except OSError as error:
-                raise MemoryError(f"{size_bytes} bytes do not fit {self.path}: {error.strerror}") from error
-            undo.pop_all()
-        return descriptor
+        return self._create_files({_FILE: size_bytes, HOST_FILE: host_bytes})
 
-    def open(self) -> int:
-        """Opens the newest file; returns its descriptor, which the caller closes.
+    def _create_files(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Creates files with these sizes in bytes, none for 0. Returns their descriptors; raises as `create`."""
+        sizes = {name: size_bytes for name, size_bytes in sizes.items() if size_bytes}
+        total_bytes = 0
+        for name, size_bytes in sizes.items():  # of all files, before one is written
+            total_bytes += size_bytes
+            with self._fitting(name, size_bytes):
+                self._check_room(total_bytes)
+        descriptors: list[int] = []
+        started_seconds = time.monotonic()
+        with contextlib.ExitStack() as undo:
+            for name, size_bytes in sizes.items():
+                path = self.path / name.format(self._number)
+                with self._fitting(name, size_bytes):
+                    descriptors.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+                    undo.callback(path.unlink)
+                    undo.callback(os.close, descriptors[-1])
+                    allocate_pages(descriptors[-1], size_bytes)
+            undo.pop_all()
+        if host_bytes := sizes.get(HOST_FILE):
+            seconds = round(time.monotonic() - started_seconds, 3)
+            _log.info("host memory allocated", extra={**self._rank_fields, "bytes": host_bytes, "seconds": seconds})
+        return tuple(descriptors)
+
+    @contextlib.contextmanager
+    def _fitting(self, name: str, size_bytes: int) -> Iterator[None]:
+        """Raises what `create` raises if a file does not fit."""
+        try:
+            yield
+        except OSError as error:
+            message = f"{size_bytes} bytes do not fit {self.path}: {error.strerror}"
+            if name == _FILE:
+                raise MemoryError(message) from error
+            raise ExhaustedError("OUT_OF_MEMORY", message, field="host_memory") from error
+
+    def _check_room(self, size_bytes: int) -> None:
+        self._make_again()
+        left_bytes = free_bytes(self.path)
+        if left_bytes is not None and size_bytes > left_bytes:
+            raise OSError(errno.ENOSPC, f"its file system has {left_bytes} bytes free")
+
+    def open(self) -> tuple[int, ...]:
+        """Opens the newest files; returns their descriptors as `create` does.
 
         Raises:
-            OSError: There is none.
+            OSError: There is no memory.
         """
-        return os.open(self.path / _FILE.format(self._number), os.O_RDWR | os.O_CLOEXEC)
+        return open_all([self._newest(_FILE), *self._host_files()])
 
-    def memory_id(self, descriptor: int) -> str:
+    def memory_id(self, descriptors: Sequence[int]) -> str:
         """Identifies memory while a process maps it, also across processes of the rank."""
-        status = os.fstat(descriptor)
-        return f"{status.st_dev}:{status.st_ino}"
+        return " ".join(f"{status.st_dev}:{status.st_ino}" for status in map(os.fstat, descriptors))
+
+    def _newest(self, name: str) -> Path:
+        return self.path / name.format(self._number)
+
+    def _host_files(self) -> list[Path]:
+        """The newest file of host memory, if there is one."""
+        return [path for path in (self._newest(HOST_FILE),) if path.exists()]
 
     def delete(self) -> None:
         """Deletes what describes the memory, then the memory; nothing if another process took the rank meanwhile."""
@@ -180,11 +227,11 @@ class MemoryFolder:
             path.unlink(missing_ok=True)
 
     def write_rank(self, pool: str, registration: Registration) -> None:
-        """States whose memory the newest file is: a registration with `held`."""
+        """States whose memory the newest files are: a registration with `held`."""
         self._write("rank", self._identity().encode() + b"\n" + registration_to_bytes(pool, registration))
 
     def read_rank(self) -> Registration | None:
-        """Whose memory the newest file is; None if there is none, it was replaced, or another release wrote this."""
+        """Whose memory the newest files are; None if there is none, it was replaced, or another release wrote this."""
         with contextlib.suppress(FileNotFoundError, KvpoolError):
             identity, _, data = (self.path / "rank").read_bytes().partition(b"\n")
             if identity and identity == self._identity().encode():
@@ -196,12 +243,12 @@ class MemoryFolder:
     def _identity(self) -> str:
         """Identifies the newest memory for later processes; empty if its file was deleted."""
         try:
-            return file_id(self.path / _FILE.format(self._number))
+            return " ".join(map(file_id, (self._newest(_FILE), *self._host_files())))
         except FileNotFoundError:
             return ""
 
     def write_borrowers(self, borrowers: Sequence[PastBorrower]) -> None:
-        """States which processes may map the newest file."""
+        """States which processes may map the newest files."""
         content = {"pid_namespace": pid_namespace(), "processes": [asdict(borrower) for borrower in borrowers]}
         self._write("borrowers", json.dumps(content).encode() + b"\n")
 
@@ -222,7 +269,7 @@ class MemoryFolder:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def read_borrowers(self) -> list[PastBorrower]:
-        """The processes that may map the newest file.
+        """The processes that may map the newest files.
 
         Raises:
             WrongStateError: They are not visible here.
@@ -245,7 +292,8 @@ class MemoryFolder:
         return [replace(borrower, sessions=tuple(sessions)) for borrower, sessions in found.items()]
 
     def _files(self) -> list[Path]:
-        return [path for path in self.path.glob("memory-*") if path.name.rpartition("-")[2].isdecimal()]
+        found = (path for name in (_FILE, HOST_FILE) for path in self.path.glob(name.format("*")))
+        return [path for path in found if path.name.rpartition("-")[2].isdecimal()]
 
     def _write(self, name: str, content: bytes) -> None:
         self._make_again()

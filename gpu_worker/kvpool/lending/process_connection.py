@@ -6,7 +6,7 @@ import hmac
 import logging
 import os
 import socket
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -26,6 +26,7 @@ from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.core.specs.pool_config import check_pool_name
 from kvpool.lending.borrower_registry import Borrower, FenceSent, Link
 from kvpool.lending.fence import StaleTablesError
+from kvpool.lending.memory_file import close_all
 from kvpool.lending.processes import receive_from
 from kvpool.lending.rank import MemoryOwner
 from kvpool.v1 import lending_pb2
@@ -61,8 +62,8 @@ class ProcessConnection:
         self._payloads: list[bytes] = []
         """Of a hello, and then of requests."""
         self._receiving: asyncio.Task[bytes | None] | None = None
-        self._outbox: asyncio.Queue[tuple[bytes, int]] = asyncio.Queue(MAX_UNSENT_MESSAGES)
-        """Frames, each with a descriptor that accompanies it, or -1."""
+        self._outbox: asyncio.Queue[tuple[bytes, Sequence[int]]] = asyncio.Queue(MAX_UNSENT_MESSAGES)
+        """Frames, each with the descriptors that accompany it."""
         self._loop = asyncio.get_running_loop()
         self._link = Link(self._send_fence)
         self._peer: Peer | None = None
@@ -108,9 +109,7 @@ class ProcessConnection:
             remove(self._socket)
         self._socket.close()
         while not self._outbox.empty():
-            _, descriptor = self._outbox.get_nowait()
-            if descriptor >= 0:
-                os.close(descriptor)
+            close_all(self._outbox.get_nowait()[1])
         return self._borrowers.disconnect(self._borrower, self._link) if self._borrower else []
 
     @contextlib.contextmanager
@@ -176,20 +175,21 @@ class ProcessConnection:
         self._borrowers.resend_fence(borrower, self._link)
         while True:
             memory = await self._while_connected(borrower, self._rank.ready_memory(declared, weights_bytes))
-            descriptor, memory_id = memory.duplicate()
+            descriptors, memory_id = memory.duplicate()
             mapped = lending_pb2.Mapped(
                 epoch=memory.epoch,
                 num_blocks=memory.num_blocks,
                 size_bytes=declared.size_bytes,
                 memory_id=memory_id,
+                num_host_blocks=memory.num_host_blocks,
             )
-            announce = partial(self._post_soon, _answer(mapped=mapped), descriptor)
+            announce = partial(self._post_soon, _answer(mapped=mapped), descriptors)
             try:
                 self._borrowers.map(borrower, self._link, memory.epoch, announce)
             except StaleTablesError:  # the epoch has passed since
-                os.close(descriptor)
+                close_all(descriptors)
             except KvpoolError:
-                os.close(descriptor)
+                close_all(descriptors)
                 raise
             else:
                 return
@@ -264,21 +264,20 @@ class ProcessConnection:
         """Sends a fence. Any thread may call it."""
         self._post_soon(_answer(fence=lending_pb2.LendFence(**field_values(FenceSent, fence))))
 
-    def _post_soon(self, frame: bytes, descriptor: int = -1) -> None:
+    def _post_soon(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
-            self._loop.call_soon_threadsafe(self._post, frame, descriptor)
+            self._loop.call_soon_threadsafe(self._post, frame, descriptors)
 
-    def _post(self, frame: bytes, descriptor: int = -1) -> None:
-        """Sends a frame after earlier ones, and then closes the descriptor that accompanies it."""
+    def _post(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Sends a frame after earlier ones, and then closes the descriptors that accompany it."""
         if not self._is_closed:
             try:
-                self._outbox.put_nowait((frame, descriptor))
+                self._outbox.put_nowait((frame, descriptors))
             except asyncio.QueueFull:
                 self._drop_deaf()
             else:
                 return
-        if descriptor >= 0:
-            os.close(descriptor)
+        close_all(descriptors)
 
     def _drop_deaf(self) -> None:
         """Ends the connection of a process that does not read."""
@@ -294,17 +293,16 @@ class ProcessConnection:
 
     async def _send_queued(self) -> None:
         while True:
-            frame, descriptor = await self._outbox.get()
+            frame, descriptors = await self._outbox.get()
             try:
-                if descriptor < 0:
+                if not descriptors:
                     await self._loop.sock_sendall(self._socket, frame)
-                elif socket.send_fds(self._socket, [frame], [descriptor]) < len(frame):
+                elif socket.send_fds(self._socket, [frame], descriptors) < len(frame):
                     raise BlockingIOError  # a process that does not read
             except OSError:
                 self.end()  # the process connects again
             finally:
-                if descriptor >= 0:
-                    os.close(descriptor)
+                close_all(descriptors)
                 self._outbox.task_done()
 
 

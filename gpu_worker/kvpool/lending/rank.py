@@ -17,13 +17,15 @@ class ReadyMemory:
     Attributes:
         epoch: Epoch of the pool, which the memory belongs to.
         num_blocks: Number of blocks of the pool.
-        duplicate: Returns another descriptor of the memory, which the caller closes, and what identifies the memory.
-            Raises AbortedError if the memory was freed meanwhile.
+        num_host_blocks: Number of blocks of the pool in host memory.
+        duplicate: Returns other descriptors of the memory, and of the host memory of the rank if it has any, which the
+            caller closes; and what identifies the memory. Raises AbortedError if it was freed meanwhile.
     """
 
     epoch: int
     num_blocks: int
-    duplicate: Callable[[], tuple[int, str]]
+    num_host_blocks: int
+    duplicate: Callable[[], tuple[tuple[int, ...], str]]
 
 
 class MemoryOwner(Protocol):

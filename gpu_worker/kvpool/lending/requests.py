@@ -1,10 +1,9 @@
 """The requests of a process that maps memory."""
 
 import contextlib
-import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from kvpool.core.errors import KvpoolError, UnavailableError, WrongStateError
@@ -12,7 +11,8 @@ from kvpool.core.ids import TableLease
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.connection import Connection
 from kvpool.lending.fence import StaleTablesError
-from kvpool.lending.mapped_memory import MappedMemory
+from kvpool.lending.mapped_memory import HostMemory, MappedMemory, reserve_host_memory
+from kvpool.lending.memory_file import close_all
 from kvpool.v1 import lending_pb2, link_pb2
 from kvpool.wire.backoff import Backoff
 from kvpool.wire.errors import DeadlineError
@@ -28,23 +28,57 @@ class Mapping:
 
     Attributes:
         declared: The layout of the memory.
-        memory_id: Identifies the memory; empty until it is mapped for the first time.
         timeout_seconds: How long to wait for the lender.
         memory: Where it is mapped.
         weights_bytes: What the engine's weights take of the device; 0 for unknown.
+        mapped: What the lender said of the memory; None until it is mapped for the first time.
+        host: Where the host memory is mapped; None if the pool has no blocks there.
     """
 
     declared: DeclaredMemory
-    memory_id: str
     timeout_seconds: float
     memory: MappedMemory
     weights_bytes: int
+    mapped: lending_pb2.Mapped | None = None
+    host: HostMemory | None = None
+
+    @property
+    def slot_bytes(self) -> int:
+        """Size of a block in bytes."""
+        return self.declared.size_bytes // self.declared.config.num_blocks
+
+    def with_answer(self, mapped: lending_pb2.Mapped, device: str) -> "Mapping":
+        """Returns the mapping after a checked answer of the lender. Reserves addresses for host memory once.
+
+        Raises:
+            WrongStateError: No range is free.
+        """
+        host = self.host
+        if mapped.num_host_blocks and host is None:
+            host = reserve_host_memory(device, mapped.num_host_blocks * self.slot_bytes)
+        return replace(self, mapped=mapped, host=host)
+
+    def map(self, descriptors: Sequence[int]) -> None:
+        """Maps what the lender sent. Raises as `MappedMemory.map`; nothing is mapped then."""
+        try:
+            self.memory.map(descriptors[0])
+            if self.host:
+                self.host.map(descriptors[1])
+        except BaseException:
+            self.unmap()
+            raise
+
+    def unmap(self) -> None:
+        """Unmaps all memory."""
+        self.memory.unmap()
+        if self.host:
+            self.host.unmap()
 
 
 def request_memory(
     connection: Connection, mapping: Mapping, wait: Callable[[float], None] | None = None
-) -> tuple[lending_pb2.Mapped, int]:
-    """Asks for the memory. Returns the answer and the descriptor, which the caller closes. See `Connection.map`."""
+) -> tuple[lending_pb2.Mapped, tuple[int, ...]]:
+    """Asks for the memory. Returns the answer and the descriptors, which the caller closes. See `Connection.map`."""
     request = lending_pb2.Map(declared=declared_to_proto(mapping.declared), weights_bytes=mapping.weights_bytes)
     return connection.map(request, mapping.timeout_seconds, wait)
 
@@ -56,8 +90,8 @@ def ask_again(connection: Connection, mapping: Mapping, wait: Callable[[float], 
         StaleTablesError: The lender has other memory.
         KvpoolError: The lender refuses, does not answer in time, or is gone.
     """
-    mapped, descriptor = request_memory(connection, mapping, wait)
-    os.close(descriptor)
+    mapped, descriptors = request_memory(connection, mapping, wait)
+    close_all(descriptors)
     try:
         check_mapped(mapped, mapping)
     except KvpoolError:
@@ -110,6 +144,7 @@ def check_mapped(mapped: lending_pb2.Mapped, mapping: Mapping) -> None:
         theirs = getattr(mapped, name)
         if theirs != own:
             raise WrongStateError("SIZE_DIFFERS", f"the lender has {theirs}, and the engine needs {own}", field=name)
-    if mapping.memory_id not in {"", mapped.memory_id}:
+    before = mapping.mapped or mapped
+    if (before.memory_id, before.num_host_blocks) != (mapped.memory_id, mapped.num_host_blocks):
         message = "the lender has other memory now, and what this process mapped is lost"
         raise StaleTablesError("MEMORY_CHANGED", message)

@@ -274,7 +274,7 @@ class OpenSessionRequest(_message.Message):
     pool that is formed by ranks it must be empty (INVALID_ARGUMENT), because the ranks report their memory.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the caller speaks, 3 in this release. A server that speaks another refuses the call:
+    """Version of the protocol that the caller speaks, 4 in this release. A server that speaks another refuses the call:
     FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
     """
     weights_version: _builtins.str
@@ -318,7 +318,7 @@ class OpenSessionResponse(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     STEP_LISTENER_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 3 in this release. 0: a server from before protocol versions."""
+    """Version of the protocol that the server speaks, 4 in this release. 0: a server from before protocol versions."""
     @_builtins.property
     def session(self) -> Global___Session:
         """The session."""

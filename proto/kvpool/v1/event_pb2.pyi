@@ -86,7 +86,7 @@ class WatchRequest(_message.Message):
     checked.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the caller speaks, 3 in this release. A server that speaks another refuses the call:
+    """Version of the protocol that the caller speaks, 4 in this release. A server that speaks another refuses the call:
     FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
     """
     def __init__(
@@ -136,7 +136,7 @@ class WatchResponse(_message.Message):
     time_seconds: _builtins.float
     """Time of the change, in seconds since 1970 by the server's clock."""
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 3 in this release. Sent with
+    """Version of the protocol that the server speaks, 4 in this release. Sent with
     WATCH_RESPONSE_KIND_START; 0 there: a server from before protocol versions.
     """
     @_builtins.property

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvpool.v1 import worker_pb2 as kvpool_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvpool/v1/lending.proto\x12\tkvpool.v1\x1a\x16kvpool/v1/worker.proto\"I\n\x0cLendingHello\x12\x11\n\tpool_name\x18\x01 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x11\n\tclient_id\x18\x03 \x01(\t\"\x81\x01\n\x0cLendingOffer\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x17\n\x0f\x61vailable_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07is_lent\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x15\n\rweights_bytes\x18\x06 \x01(\x04\"\xa4\x01\n\x0bLendRequest\x12\x1d\n\x03map\x18\x01 \x01(\x0b\x32\x0e.kvpool.v1.MapH\x00\x12\x1f\n\x04\x62ind\x18\x02 \x01(\x0b\x32\x0f.kvpool.v1.BindH\x00\x12\'\n\x06\x66\x65nced\x18\x03 \x01(\x0b\x32\x15.kvpool.v1.LendFencedH\x00\x12!\n\x05unmap\x18\x04 \x01(\x0b\x32\x10.kvpool.v1.UnmapH\x00\x42\t\n\x07message\"\xb1\x01\n\x0cLendResponse\x12#\n\x06mapped\x18\x01 \x01(\x0b\x32\x11.kvpool.v1.MappedH\x00\x12!\n\x05\x62ound\x18\x02 \x01(\x0b\x32\x10.kvpool.v1.BoundH\x00\x12%\n\x05\x66\x65nce\x18\x03 \x01(\x0b\x32\x14.kvpool.v1.LendFenceH\x00\x12\'\n\x08unmapped\x18\x04 \x01(\x0b\x32\x13.kvpool.v1.UnmappedH\x00\x42\t\n\x07message\"I\n\x03Map\x12+\n\x08\x64\x65\x63lared\x18\x01 \x01(\x0b\x32\x19.kvpool.v1.DeclaredMemory\x12\x15\n\rweights_bytes\x18\x02 \x01(\x04\"R\n\x06Mapped\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x11\n\tmemory_id\x18\x04 \x01(\t\"-\n\x04\x42ind\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x16\n\x0esession_number\x18\x02 \x01(\x04\"\x07\n\x05\x42ound\"\x07\n\x05Unmap\"\n\n\x08Unmapped\"m\n\tLendFence\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1b\n\x13last_session_number\x18\x03 \x01(\x04\x12\x1c\n\x14live_session_numbers\x18\x04 \x03(\x04\"$\n\nLendFenced\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvpool/v1/lending.proto\x12\tkvpool.v1\x1a\x16kvpool/v1/worker.proto\"I\n\x0cLendingHello\x12\x11\n\tpool_name\x18\x01 \x01(\t\x12\x13\n\x0b\x63lient_name\x18\x02 \x01(\t\x12\x11\n\tclient_id\x18\x03 \x01(\t\"\x95\x01\n\x0cLendingOffer\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\nworld_size\x18\x02 \x01(\r\x12\x17\n\x0f\x61vailable_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07is_lent\x18\x04 \x01(\x08\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x15\n\rweights_bytes\x18\x06 \x01(\x04\x12\x12\n\nhost_bytes\x18\x07 \x01(\x04\"\xa4\x01\n\x0bLendRequest\x12\x1d\n\x03map\x18\x01 \x01(\x0b\x32\x0e.kvpool.v1.MapH\x00\x12\x1f\n\x04\x62ind\x18\x02 \x01(\x0b\x32\x0f.kvpool.v1.BindH\x00\x12\'\n\x06\x66\x65nced\x18\x03 \x01(\x0b\x32\x15.kvpool.v1.LendFencedH\x00\x12!\n\x05unmap\x18\x04 \x01(\x0b\x32\x10.kvpool.v1.UnmapH\x00\x42\t\n\x07message\"\xb1\x01\n\x0cLendResponse\x12#\n\x06mapped\x18\x01 \x01(\x0b\x32\x11.kvpool.v1.MappedH\x00\x12!\n\x05\x62ound\x18\x02 \x01(\x0b\x32\x10.kvpool.v1.BoundH\x00\x12%\n\x05\x66\x65nce\x18\x03 \x01(\x0b\x32\x14.kvpool.v1.LendFenceH\x00\x12\'\n\x08unmapped\x18\x04 \x01(\x0b\x32\x13.kvpool.v1.UnmappedH\x00\x42\t\n\x07message\"I\n\x03Map\x12+\n\x08\x64\x65\x63lared\x18\x01 \x01(\x0b\x32\x19.kvpool.v1.DeclaredMemory\x12\x15\n\rweights_bytes\x18\x02 \x01(\x04\"k\n\x06Mapped\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x11\n\tmemory_id\x18\x04 \x01(\t\x12\x17\n\x0fnum_host_blocks\x18\x05 \x01(\r\"-\n\x04\x42ind\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x16\n\x0esession_number\x18\x02 \x01(\x04\"\x07\n\x05\x42ound\"\x07\n\x05Unmap\"\n\n\x08Unmapped\"m\n\tLendFence\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1b\n\x13last_session_number\x18\x03 \x01(\x04\x12\x1c\n\x14live_session_numbers\x18\x04 \x03(\x04\"$\n\nLendFenced\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,25 +35,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LENDINGHELLO']._serialized_start=62
   _globals['_LENDINGHELLO']._serialized_end=135
   _globals['_LENDINGOFFER']._serialized_start=138
-  _globals['_LENDINGOFFER']._serialized_end=267
-  _globals['_LENDREQUEST']._serialized_start=270
-  _globals['_LENDREQUEST']._serialized_end=434
-  _globals['_LENDRESPONSE']._serialized_start=437
-  _globals['_LENDRESPONSE']._serialized_end=614
-  _globals['_MAP']._serialized_start=616
-  _globals['_MAP']._serialized_end=689
-  _globals['_MAPPED']._serialized_start=691
-  _globals['_MAPPED']._serialized_end=773
-  _globals['_BIND']._serialized_start=775
-  _globals['_BIND']._serialized_end=820
-  _globals['_BOUND']._serialized_start=822
-  _globals['_BOUND']._serialized_end=829
-  _globals['_UNMAP']._serialized_start=831
-  _globals['_UNMAP']._serialized_end=838
-  _globals['_UNMAPPED']._serialized_start=840
-  _globals['_UNMAPPED']._serialized_end=850
-  _globals['_LENDFENCE']._serialized_start=852
-  _globals['_LENDFENCE']._serialized_end=961
-  _globals['_LENDFENCED']._serialized_start=963
-  _globals['_LENDFENCED']._serialized_end=999
+  _globals['_LENDINGOFFER']._serialized_end=287
+  _globals['_LENDREQUEST']._serialized_start=290
+  _globals['_LENDREQUEST']._serialized_end=454
+  _globals['_LENDRESPONSE']._serialized_start=457
+  _globals['_LENDRESPONSE']._serialized_end=634
+  _globals['_MAP']._serialized_start=636
+  _globals['_MAP']._serialized_end=709
+  _globals['_MAPPED']._serialized_start=711
+  _globals['_MAPPED']._serialized_end=818
+  _globals['_BIND']._serialized_start=820
+  _globals['_BIND']._serialized_end=865
+  _globals['_BOUND']._serialized_start=867
+  _globals['_BOUND']._serialized_end=874
+  _globals['_UNMAP']._serialized_start=876
+  _globals['_UNMAP']._serialized_end=883
+  _globals['_UNMAPPED']._serialized_start=885
+  _globals['_UNMAPPED']._serialized_end=895
+  _globals['_LENDFENCE']._serialized_start=897
+  _globals['_LENDFENCE']._serialized_end=1006
+  _globals['_LENDFENCED']._serialized_start=1008
+  _globals['_LENDFENCED']._serialized_end=1044
 # @@protoc_insertion_point(module_scope)

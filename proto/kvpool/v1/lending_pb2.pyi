@@ -81,6 +81,7 @@ class LendingOffer(_message.Message):
     IS_LENT_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
     WEIGHTS_BYTES_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Number of the lender's rank."""
     world_size: _builtins.int
@@ -93,6 +94,8 @@ class LendingOffer(_message.Message):
     """Device of the memory: "cpu", or "cuda:N"."""
     weights_bytes: _builtins.int
     """Bytes of the device that the weights of the newest engine take beside the memory; 0 if they are not known."""
+    host_bytes: _builtins.int
+    """Host memory for evicted blocks, in bytes: the most that the lender allocates beside the memory; 0 for none."""
     def __init__(
         self,
         *,
@@ -102,10 +105,11 @@ class LendingOffer(_message.Message):
         is_lent: _builtins.bool = ...,
         device: _builtins.str = ...,
         weights_bytes: _builtins.int = ...,
+        host_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "is_lent", b"is_lent", "rank", b"rank", "weights_bytes", b"weights_bytes", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "device", b"device", "host_bytes", b"host_bytes", "is_lent", b"is_lent", "rank", b"rank", "weights_bytes", b"weights_bytes", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -167,7 +171,7 @@ class LendResponse(_message.Message):
     UNMAPPED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def mapped(self) -> Global___Mapped:
-        """The answer to Map. The file descriptor of the memory accompanies this message."""
+        """The answer to Map. File descriptors accompany this message."""
 
     @_builtins.property
     def bound(self) -> Global___Bound:
@@ -229,7 +233,7 @@ Global___Map: _TypeAlias = Map  # noqa: Y015
 
 @_typing.final
 class Mapped(_message.Message):
-    """The memory, as a file descriptor that accompanies this message."""
+    """The memory, as file descriptors that accompany this message: of the memory, and of the rank's host memory if it has any."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -237,6 +241,7 @@ class Mapped(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     SIZE_BYTES_FIELD_NUMBER: _builtins.int
     MEMORY_ID_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Epoch of the pool. Steps of another epoch must not run."""
     num_blocks: _builtins.int
@@ -244,7 +249,11 @@ class Mapped(_message.Message):
     size_bytes: _builtins.int
     """Size of the memory in bytes: as declared."""
     memory_id: _builtins.str
-    """Identifies the memory. A process that maps it and receives another value has lost its contents."""
+    """Identifies the memory, host memory included. A process that maps it and receives another value has lost its contents."""
+    num_host_blocks: _builtins.int
+    """Number of blocks of the pool in host memory (PoolConfig.num_host_blocks), of size_bytes / num_blocks each, one behind
+    the other: block id num_blocks is the first. The host memory may be larger. 0: the pool has none.
+    """
     def __init__(
         self,
         *,
@@ -252,10 +261,11 @@ class Mapped(_message.Message):
         num_blocks: _builtins.int = ...,
         size_bytes: _builtins.int = ...,
         memory_id: _builtins.str = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "memory_id", b"memory_id", "num_blocks", b"num_blocks", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "memory_id", b"memory_id", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -61,7 +61,7 @@ class LinkHello(_message.Message):
     LENDING_FIELD_NUMBER: _builtins.int
     REPLICATION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of the protocol that the client speaks, 3 in this release."""
+    """Version of the protocol that the client speaks, 4 in this release."""
     token: _builtins.str
     """Token of the client, without "Bearer"; empty for none."""
     replication: _builtins.bytes
@@ -129,7 +129,7 @@ class LinkWelcome(_message.Message):
     LENDING_FIELD_NUMBER: _builtins.int
     REPLICATION_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 3 in this release."""
+    """Version of the protocol that the server speaks, 4 in this release."""
     replication: _builtins.bytes
     """From where the primary sends, encoded as servers of a shard do among themselves."""
     @_builtins.property

@@ -261,7 +261,7 @@ class Step(_message.Message):
     (16 bytes), span id (8) and flags (1), joined; zeros for none. May be empty.
     """
     protocol_version: _builtins.int
-    """Version of the protocol that the caller speaks, 3 in this release; read in the first step of a stream. A server that
+    """Version of the protocol that the caller speaks, 4 in this release; read in the first step of a stream. A server that
     speaks another refuses the step: FAILED_PRECONDITION, reason PROTOCOL_VERSION. 0: not stated.
     """
     @_builtins.property
@@ -445,7 +445,7 @@ class StepResult(_message.Message):
     reserve_wanted: _builtins.bool
     """Whether another session was refused blocks since the last step: free the reserves with OPERATION_RESERVE."""
     protocol_version: _builtins.int
-    """Version of the protocol that the server speaks, 3 in this release; in the first result of a stream, 0 in the others.
+    """Version of the protocol that the server speaks, 4 in this release; in the first result of a stream, 0 in the others.
     0 in the first: a server from before protocol versions.
     """
     @_builtins.property

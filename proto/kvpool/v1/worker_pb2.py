@@ -26,7 +26,7 @@ from kvpool.v1 import pool_pb2 as kvpool_dot_v1_dot_pool__pb2
 from kvpool.v1 import spec_pb2 as kvpool_dot_v1_dot_spec__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/worker.proto\x12\tkvpool.v1\x1a\x14kvpool/v1/pool.proto\x1a\x14kvpool/v1/spec.proto\"\x95\x02\n\x0bJoinRequest\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.kvpool.v1.RegisterH\x00\x12-\n\x0binitialized\x18\x02 \x01(\x0b\x32\x16.kvpool.v1.InitializedH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.kvpool.v1.HeartbeatH\x00\x12!\n\x05leave\x18\x04 \x01(\x0b\x32\x10.kvpool.v1.LeaveH\x00\x12#\n\x06\x66\x65nced\x18\x05 \x01(\x0b\x32\x11.kvpool.v1.FencedH\x00\x12\x30\n\rsessions_gone\x18\x06 \x01(\x0b\x32\x17.kvpool.v1.SessionsGoneH\x00\x42\t\n\x07message\"\xd6\x01\n\x0cJoinResponse\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.RegisteredH\x00\x12\x1f\n\x04plan\x18\x02 \x01(\x0b\x32\x0f.kvpool.v1.PlanH\x00\x12!\n\x05ready\x18\x03 \x01(\x0b\x32\x10.kvpool.v1.ReadyH\x00\x12\'\n\x06status\x18\x04 \x01(\x0b\x32\x15.kvpool.v1.PoolStatusH\x00\x12!\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32\x10.kvpool.v1.FenceH\x00\x42\t\n\x07message\"\xe3\x03\n\x10RankGroupOptions\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x1e\n\x16\x61uto_fit_max_model_len\x18\x02 \x01(\x08\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\x12$\n\x1cmax_num_encoder_input_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_blocks_override\x18\x05 \x01(\r\x12\'\n\x1f\x64isable_hybrid_kv_cache_manager\x18\x06 \x01(\x08\x12$\n\x1c\x64\x65\x63ode_context_parallel_size\x18\x07 \x01(\r\x12*\n\x0breuse_order\x18\x08 \x01(\x0e\x32\x15.kvpool.v1.ReuseOrder\x12\x17\n\x0f\x64isable_caching\x18\t \x01(\x08\x12\x11\n\tuse_eagle\x18\n \x01(\x08\x12\x15\n\renable_events\x18\x0b \x01(\x08\x12*\n\x0bhash_scheme\x18\x0c \x01(\x0b\x32\x15.kvpool.v1.HashScheme\x12\x1d\n\x10retention_tokens\x18\r \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0f\x62lock_outermost\x18\x0e \x01(\x08\x42\x13\n\x11_retention_tokens\"\xc0\x01\n\x0e\x44\x65\x63laredMemory\x12%\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.PoolConfig\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12?\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32*.kvpool.v1.DeclaredMemory.FingerprintEntry\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0bHeldTensors\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xf9\x02\n\x08Register\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tpool_name\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12,\n\x07options\x18\x06 \x01(\x0b\x32\x1b.kvpool.v1.RankGroupOptions\x12$\n\x06layers\x18\x07 \x03(\x0b\x32\x14.kvpool.v1.LayerSpec\x12\x17\n\x0f\x61vailable_bytes\x18\x08 \x01(\x04\x12$\n\x04held\x18\t \x01(\x0b\x32\x16.kvpool.v1.HeldTensors\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x12\n\nlast_epoch\x18\r \x01(\x04\x12\x0e\n\x06\x66\x65nces\x18\x0e \x01(\x08\x12+\n\x08\x64\x65\x63lared\x18\x0f \x01(\x0b\x32\x19.kvpool.v1.DeclaredMemory\"a\n\nRegistered\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x12!\n\x19heartbeat_timeout_seconds\x18\x02 \x01(\x01\x12\x15\n\rgrace_seconds\x18\x03 \x01(\x01\"M\n\rKvCacheTensor\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x11\n\tshared_by\x18\x02 \x03(\t\x12\x15\n\roffsets_bytes\x18\x03 \x03(\x04\"\x94\x01\n\x04Plan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12)\n\x07tensors\x18\x03 \x03(\x0b\x32\x18.kvpool.v1.KvCacheTensor\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvpool.v1.KvCacheGroup\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"?\n\x0bTensorShape\x12\x12\n\nlayer_name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"q\n\x0bInitialized\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x61llocated_bytes\x18\x03 \x01(\x04\x12&\n\x06shapes\x18\x04 \x03(\x0b\x32\x16.kvpool.v1.TensorShape\"A\n\x05Ready\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"S\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x34\n\x11mapping_processes\x18\x02 \x03(\x0b\x32\x19.kvpool.v1.MappingProcess\"\x07\n\x05Leave\"\x89\x01\n\x05\x46\x65nce\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1b\n\x13last_session_number\x18\x03 \x01(\x04\x12\x1c\n\x14live_session_numbers\x18\x04 \x03(\x04\x12\x1e\n\x16killed_session_numbers\x18\x05 \x03(\x04\"A\n\x06\x46\x65nced\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x12\x1f\n\x17pending_session_numbers\x18\x02 \x03(\x04\"\'\n\x0cSessionsGone\x12\x17\n\x0fsession_numbers\x18\x01 \x03(\x04\"r\n\nPoolStatus\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.PoolState\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0c\x61\x62sent_ranks\x18\x03 \x03(\r\x12\x1a\n\x12heartbeat_sequence\x18\x04 \x01(\x04\x32L\n\rWorkerService\x12;\n\x04Join\x12\x16.kvpool.v1.JoinRequest\x1a\x17.kvpool.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvpool/v1/worker.proto\x12\tkvpool.v1\x1a\x14kvpool/v1/pool.proto\x1a\x14kvpool/v1/spec.proto\"\x95\x02\n\x0bJoinRequest\x12\'\n\x08register\x18\x01 \x01(\x0b\x32\x13.kvpool.v1.RegisterH\x00\x12-\n\x0binitialized\x18\x02 \x01(\x0b\x32\x16.kvpool.v1.InitializedH\x00\x12)\n\theartbeat\x18\x03 \x01(\x0b\x32\x14.kvpool.v1.HeartbeatH\x00\x12!\n\x05leave\x18\x04 \x01(\x0b\x32\x10.kvpool.v1.LeaveH\x00\x12#\n\x06\x66\x65nced\x18\x05 \x01(\x0b\x32\x11.kvpool.v1.FencedH\x00\x12\x30\n\rsessions_gone\x18\x06 \x01(\x0b\x32\x17.kvpool.v1.SessionsGoneH\x00\x42\t\n\x07message\"\xd6\x01\n\x0cJoinResponse\x12+\n\nregistered\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.RegisteredH\x00\x12\x1f\n\x04plan\x18\x02 \x01(\x0b\x32\x0f.kvpool.v1.PlanH\x00\x12!\n\x05ready\x18\x03 \x01(\x0b\x32\x10.kvpool.v1.ReadyH\x00\x12\'\n\x06status\x18\x04 \x01(\x0b\x32\x15.kvpool.v1.PoolStatusH\x00\x12!\n\x05\x66\x65nce\x18\x05 \x01(\x0b\x32\x10.kvpool.v1.FenceH\x00\x42\t\n\x07message\"\xe3\x03\n\x10RankGroupOptions\x12\x15\n\rmax_model_len\x18\x01 \x01(\r\x12\x1e\n\x16\x61uto_fit_max_model_len\x18\x02 \x01(\x08\x12\x1e\n\x16max_num_batched_tokens\x18\x03 \x01(\r\x12$\n\x1cmax_num_encoder_input_tokens\x18\x04 \x01(\r\x12\x1b\n\x13num_blocks_override\x18\x05 \x01(\r\x12\'\n\x1f\x64isable_hybrid_kv_cache_manager\x18\x06 \x01(\x08\x12$\n\x1c\x64\x65\x63ode_context_parallel_size\x18\x07 \x01(\r\x12*\n\x0breuse_order\x18\x08 \x01(\x0e\x32\x15.kvpool.v1.ReuseOrder\x12\x17\n\x0f\x64isable_caching\x18\t \x01(\x08\x12\x11\n\tuse_eagle\x18\n \x01(\x08\x12\x15\n\renable_events\x18\x0b \x01(\x08\x12*\n\x0bhash_scheme\x18\x0c \x01(\x0b\x32\x15.kvpool.v1.HashScheme\x12\x1d\n\x10retention_tokens\x18\r \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0f\x62lock_outermost\x18\x0e \x01(\x08\x42\x13\n\x11_retention_tokens\"\xc0\x01\n\x0e\x44\x65\x63laredMemory\x12%\n\x06\x63onfig\x18\x01 \x01(\x0b\x32\x15.kvpool.v1.PoolConfig\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12?\n\x0b\x66ingerprint\x18\x03 \x03(\x0b\x32*.kvpool.v1.DeclaredMemory.FingerprintEntry\x1a\x32\n\x10\x46ingerprintEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"0\n\x0bHeldTensors\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x92\x03\n\x08Register\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tpool_name\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12,\n\x07options\x18\x06 \x01(\x0b\x32\x1b.kvpool.v1.RankGroupOptions\x12$\n\x06layers\x18\x07 \x03(\x0b\x32\x14.kvpool.v1.LayerSpec\x12\x17\n\x0f\x61vailable_bytes\x18\x08 \x01(\x04\x12$\n\x04held\x18\t \x01(\x0b\x32\x16.kvpool.v1.HeldTensors\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0c\n\x04host\x18\x0b \x01(\t\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x12\n\nlast_epoch\x18\r \x01(\x04\x12\x0e\n\x06\x66\x65nces\x18\x0e \x01(\x08\x12+\n\x08\x64\x65\x63lared\x18\x0f \x01(\x0b\x32\x19.kvpool.v1.DeclaredMemory\x12\x17\n\x0fnum_host_blocks\x18\x10 \x01(\r\"a\n\nRegistered\x12\x19\n\x11heartbeat_seconds\x18\x01 \x01(\x01\x12!\n\x19heartbeat_timeout_seconds\x18\x02 \x01(\x01\x12\x15\n\rgrace_seconds\x18\x03 \x01(\x01\"M\n\rKvCacheTensor\x12\x12\n\nsize_bytes\x18\x01 \x01(\x04\x12\x11\n\tshared_by\x18\x02 \x03(\t\x12\x15\n\roffsets_bytes\x18\x03 \x03(\x04\"\x94\x01\n\x04Plan\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12)\n\x07tensors\x18\x03 \x03(\x0b\x32\x18.kvpool.v1.KvCacheTensor\x12\'\n\x06groups\x18\x04 \x03(\x0b\x32\x17.kvpool.v1.KvCacheGroup\x12\x15\n\rmax_model_len\x18\x05 \x01(\r\"?\n\x0bTensorShape\x12\x12\n\nlayer_name\x18\x01 \x01(\t\x12\r\n\x05shape\x18\x02 \x03(\x04\x12\r\n\x05\x64type\x18\x03 \x01(\t\"q\n\x0bInitialized\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x17\n\x0f\x61llocated_bytes\x18\x03 \x01(\x04\x12&\n\x06shapes\x18\x04 \x03(\x0b\x32\x16.kvpool.v1.TensorShape\"Z\n\x05Ready\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\x04 \x01(\r\"S\n\tHeartbeat\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x34\n\x11mapping_processes\x18\x02 \x03(\x0b\x32\x19.kvpool.v1.MappingProcess\"\x07\n\x05Leave\"\x89\x01\n\x05\x46\x65nce\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x1b\n\x13last_session_number\x18\x03 \x01(\x04\x12\x1c\n\x14live_session_numbers\x18\x04 \x03(\x04\x12\x1e\n\x16killed_session_numbers\x18\x05 \x03(\x04\"A\n\x06\x46\x65nced\x12\x16\n\x0e\x66\x65nce_sequence\x18\x01 \x01(\x04\x12\x1f\n\x17pending_session_numbers\x18\x02 \x03(\x04\"\'\n\x0cSessionsGone\x12\x17\n\x0fsession_numbers\x18\x01 \x03(\x04\"r\n\nPoolStatus\x12#\n\x05state\x18\x01 \x01(\x0e\x32\x14.kvpool.v1.PoolState\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x14\n\x0c\x61\x62sent_ranks\x18\x03 \x03(\r\x12\x1a\n\x12heartbeat_sequence\x18\x04 \x01(\x04\x32L\n\rWorkerService\x12;\n\x04Join\x12\x16.kvpool.v1.JoinRequest\x1a\x17.kvpool.v1.JoinResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,31 +48,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HELDTENSORS']._serialized_start=1259
   _globals['_HELDTENSORS']._serialized_end=1307
   _globals['_REGISTER']._serialized_start=1310
-  _globals['_REGISTER']._serialized_end=1687
-  _globals['_REGISTERED']._serialized_start=1689
-  _globals['_REGISTERED']._serialized_end=1786
-  _globals['_KVCACHETENSOR']._serialized_start=1788
-  _globals['_KVCACHETENSOR']._serialized_end=1865
-  _globals['_PLAN']._serialized_start=1868
-  _globals['_PLAN']._serialized_end=2016
-  _globals['_TENSORSHAPE']._serialized_start=2018
-  _globals['_TENSORSHAPE']._serialized_end=2081
-  _globals['_INITIALIZED']._serialized_start=2083
-  _globals['_INITIALIZED']._serialized_end=2196
-  _globals['_READY']._serialized_start=2198
-  _globals['_READY']._serialized_end=2263
-  _globals['_HEARTBEAT']._serialized_start=2265
-  _globals['_HEARTBEAT']._serialized_end=2348
-  _globals['_LEAVE']._serialized_start=2350
-  _globals['_LEAVE']._serialized_end=2357
-  _globals['_FENCE']._serialized_start=2360
-  _globals['_FENCE']._serialized_end=2497
-  _globals['_FENCED']._serialized_start=2499
-  _globals['_FENCED']._serialized_end=2564
-  _globals['_SESSIONSGONE']._serialized_start=2566
-  _globals['_SESSIONSGONE']._serialized_end=2605
-  _globals['_POOLSTATUS']._serialized_start=2607
-  _globals['_POOLSTATUS']._serialized_end=2721
-  _globals['_WORKERSERVICE']._serialized_start=2723
-  _globals['_WORKERSERVICE']._serialized_end=2799
+  _globals['_REGISTER']._serialized_end=1712
+  _globals['_REGISTERED']._serialized_start=1714
+  _globals['_REGISTERED']._serialized_end=1811
+  _globals['_KVCACHETENSOR']._serialized_start=1813
+  _globals['_KVCACHETENSOR']._serialized_end=1890
+  _globals['_PLAN']._serialized_start=1893
+  _globals['_PLAN']._serialized_end=2041
+  _globals['_TENSORSHAPE']._serialized_start=2043
+  _globals['_TENSORSHAPE']._serialized_end=2106
+  _globals['_INITIALIZED']._serialized_start=2108
+  _globals['_INITIALIZED']._serialized_end=2221
+  _globals['_READY']._serialized_start=2223
+  _globals['_READY']._serialized_end=2313
+  _globals['_HEARTBEAT']._serialized_start=2315
+  _globals['_HEARTBEAT']._serialized_end=2398
+  _globals['_LEAVE']._serialized_start=2400
+  _globals['_LEAVE']._serialized_end=2407
+  _globals['_FENCE']._serialized_start=2410
+  _globals['_FENCE']._serialized_end=2547
+  _globals['_FENCED']._serialized_start=2549
+  _globals['_FENCED']._serialized_end=2614
+  _globals['_SESSIONSGONE']._serialized_start=2616
+  _globals['_SESSIONSGONE']._serialized_end=2655
+  _globals['_POOLSTATUS']._serialized_start=2657
+  _globals['_POOLSTATUS']._serialized_end=2771
+  _globals['_WORKERSERVICE']._serialized_start=2773
+  _globals['_WORKERSERVICE']._serialized_end=2849
 # @@protoc_insertion_point(module_scope)

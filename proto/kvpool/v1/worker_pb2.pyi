@@ -241,7 +241,9 @@ class DeclaredMemory(_message.Message):
     """Memory that the blocks take on this rank, in bytes: a multiple of config.num_blocks, at most available_bytes."""
     @_builtins.property
     def config(self) -> _pool_pb2.PoolConfig:
-        """Configuration of the pool, with the pool's name. The groups name the layers of this rank, at least one in all."""
+        """Configuration of the pool, with the pool's name. The groups name the layers of this rank, at least one in all. Engines
+        declare no num_host_blocks.
+        """
 
     @_builtins.property
     def fingerprint(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -312,8 +314,9 @@ class Register(_message.Message):
     LAST_EPOCH_FIELD_NUMBER: _builtins.int
     FENCES_FIELD_NUMBER: _builtins.int
     DECLARED_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
-    """Version of the protocol that the worker speaks, 3 in this release. A server that speaks another, or gets none, refuses
+    """Version of the protocol that the worker speaks, 4 in this release. A server that speaks another, or gets none, refuses
     the worker: FAILED_PRECONDITION, reason PROTOCOL_VERSION.
     """
     pool_name: _builtins.str
@@ -339,6 +342,10 @@ class Register(_message.Message):
     fences: _builtins.bool
     """Whether the rank answers fences. The blocks of a session that was ended are free as soon as all ranks have
     answered. In a pool with a rank that does not answer fences, they are free after the quarantine time.
+    """
+    num_host_blocks: _builtins.int
+    """Number of blocks that fit the host memory of a rank that lends it, below 2^31. Must be 0 unless the rank declares its
+    memory, with caching. The pool gets the smallest number over all ranks, as PoolConfig.num_host_blocks.
     """
     @_builtins.property
     def options(self) -> Global___RankGroupOptions:
@@ -378,10 +385,11 @@ class Register(_message.Message):
         last_epoch: _builtins.int = ...,
         fences: _builtins.bool = ...,
         declared: Global___DeclaredMemory | None = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["declared", b"declared", "held", b"held", "options", b"options"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "declared", b"declared", "device", b"device", "fences", b"fences", "held", b"held", "host", b"host", "last_epoch", b"last_epoch", "layers", b"layers", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["available_bytes", b"available_bytes", "boot_id", b"boot_id", "declared", b"declared", "device", b"device", "fences", b"fences", "held", b"held", "host", b"host", "last_epoch", b"last_epoch", "layers", b"layers", "num_host_blocks", b"num_host_blocks", "options", b"options", "pid", b"pid", "pool_name", b"pool_name", "protocol_version", b"protocol_version", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,22 +580,26 @@ class Ready(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
+    NUM_HOST_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Current epoch. The rank must not run steps of another epoch."""
     num_blocks: _builtins.int
     """Number of blocks of the pool: the minimum over all ranks."""
     max_model_len: _builtins.int
     """Maximum number of tokens per request."""
+    num_host_blocks: _builtins.int
+    """Number of blocks of the pool in host memory: the minimum over all ranks."""
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         num_blocks: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
+        num_host_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "max_model_len", b"max_model_len", "num_blocks", b"num_blocks", "num_host_blocks", b"num_host_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

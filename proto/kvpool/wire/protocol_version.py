@@ -5,7 +5,7 @@ from typing import Final
 from kvpool.core.errors import WrongStateError
 from kvpool.wire.errors import ServerError
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 """Increment it when the meaning of a field changes, or a peer must understand a new one."""
 
 UNSTATED: Final = 0

@@ -40,6 +40,18 @@ def planned_with(layers: dict[str, KVCacheSpec], num_blocks: int = 200, context_
     return PlannedModel(derive("llama-3.1-8b"), ranks, options, get_kv_cache_configs(ranks, options), 1)
 
 
+def test_the_rank_with_the_largest_blocks_decides_how_many_fit_the_host_memory() -> None:
+    ranks = tuple(RankMemory({f"l{i}": layer}, 2**30) for i, layer in enumerate((LAYER, replace(LAYER, head_size=32))))
+    options, page_bytes = PlanOptions(1024), 4 * LAYER.page_size_bytes
+    plan = get_kv_cache_configs(ranks, options)
+    planned = PlannedModel(derive("llama-3.1-8b"), ranks, options, plan, 1, host_memory_bytes=100 * page_bytes + 1)
+    figures = as_json(planned)
+    blocks, tokens = figures["num_host_blocks"], figures["num_host_tokens"]
+    assert (blocks, tokens) == (100, 100 * 1024 // plan.blocks_per_request)
+    assert "num_host_blocks" not in as_json(replace(planned, host_memory_bytes=None))
+    assert as_json(replace(planned, host_memory_bytes=page_bytes - 1))["num_host_blocks"] == 0
+
+
 def num_admitted(planned: PlannedModel, num_tokens: int) -> int:
     """Number of requests of this length that a pool of the plan takes."""
     plan, ranks = planned.plan, planned.options.decode_context_parallel_size

@@ -5,8 +5,11 @@ from kvpool.client.transports.transport import WatchKind, WatchOptions
 from kvpool.core.errors import NotFoundError, UnavailableError
 from kvpool.core.events import AllBlocksCleared
 from kvpool.v1 import event_pb2
+from kvpool.wire.protocol_version import PROTOCOL_VERSION
 
-START = event_pb2.WatchResponse(kind=event_pb2.WATCH_RESPONSE_KIND_START, boot_id="b", protocol_version=3)
+START = event_pb2.WatchResponse(
+    kind=event_pb2.WATCH_RESPONSE_KIND_START, boot_id="b", protocol_version=PROTOCOL_VERSION
+)
 END = event_pb2.WatchResponse(kind=event_pb2.WATCH_RESPONSE_KIND_SNAPSHOT_END, boot_id="b")
 
 

@@ -1,5 +1,6 @@
 """Devices found and measured; a GPU that is not there is played, one that is there is used."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.ranks.messages import RankGroupOptions
 from kvpool.gpu_worker.device import (
     available_bytes,
+    check_host_memory,
     describe_device,
     device_memory,
     machine_memory_bytes,
@@ -98,6 +100,16 @@ def test_an_exhausted_share_is_refused(gpus: dict[int, tuple[int, int]]) -> None
     with pytest.raises(InvalidArgumentError, match=expected) as raised:
         measured()
     assert (raised.value.field, raised.value.reason) == ("gpu_memory_utilization", "NO_MEMORY")
+
+
+@pytest.mark.parametrize(("device", "left"), [(torch.device("cpu"), 60), (CUDA, 100)])
+def test_host_memory_must_fit_the_machine(monkeypatch: pytest.MonkeyPatch, device: torch.device, left: int) -> None:
+    monkeypatch.setattr("kvpool.gpu_worker.device.machine_memory_bytes", lambda: 100 * GIB)
+    stated = replace(settings(40 * GIB), host_memory_bytes=left * GIB)
+    check_host_memory(device, stated)
+    with pytest.raises(InvalidArgumentError, match=rf"more than this machine has left: {left}\.0 GiB") as raised:
+        check_host_memory(device, replace(stated, host_memory_bytes=left * GIB + 1))
+    assert (raised.value.field, raised.value.reason) == ("host_memory_bytes", "LARGER_THAN_THE_DEVICE")
 
 
 def test_stated_memory_must_be_free(gpus: dict[int, tuple[int, int]]) -> None:

@@ -1,5 +1,6 @@
 """Ranks do what their transcripts show; numbers of rules are those of gpu_worker/rank_protocol.py."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -7,13 +8,14 @@ import pytest
 
 from kvpool.core import errors
 from kvpool.core.ids import SessionNumber, TableLease
-from kvpool.core.ranks.messages import MAX_NAMED_SESSIONS, FenceSet
-from kvpool.gpu_worker.rank_effects import Failed, Fenced, JoinLater, OpenStream, Send, SessionsGone
+from kvpool.core.ranks.messages import MAX_NAMED_SESSIONS, FenceSet, Ready
+from kvpool.gpu_worker.rank_effects import Allocation, Failed, Fenced, JoinLater, OpenStream, Send, SessionsGone
 from kvpool.gpu_worker.rank_protocol import RankProtocol
 from kvpool.lending.fence import Fence
 from kvpool.wire.errors import DeadlineError, ServerError
 from support.rank_protocol_transcript import ERRORS, RankTranscript
-from support.ranks import registration
+from support.rank_server import plan_config
+from support.ranks import declaring, registration
 from support.transcripts import check
 
 PATHS: Final = sorted(Path(__file__).with_name("transcripts").glob("*.txt"))
@@ -39,6 +41,16 @@ def test_rule_5_the_search_chooses_the_server_and_the_pause_before_the_next_stre
         assert rank.target == target
         assert later.pause_seconds == pytest.approx(pause_seconds)
         assert rank.next_due_seconds == pytest.approx(NOW + pause_seconds)
+
+
+def test_a_pool_with_more_blocks_in_host_memory_than_the_rank_stated_is_not_as_planned() -> None:
+    rank = RankProtocol(
+        replace(declaring(), num_host_blocks=20), ("g:1",), Fence(), Allocation(plan_config(100), 100, 1)
+    )
+    rank.tick(rank.next_due_seconds)
+    (later,) = rank.received(Ready(0, 100, 1024, 21), NOW)
+    assert isinstance(later, JoinLater)
+    assert (later.error.reason, "21 blocks in host memory" in str(later.error)) == ("NOT_AS_PLANNED", True)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,15 @@ def scraped(status: WorkerStatus, usage: WorkerUsage) -> dict[tuple[str, ...], f
 
 
 def test_a_rank_that_is_ready() -> None:
-    assert scraped(READY, WorkerUsage(900, 800, 2, 50, 1795270405.5, 3)) == {
+    assert scraped(READY, WorkerUsage(900, 800, 2, 50, 1795270405.5, 3, 4, 700)) == {
         ("kvpool_worker_state", "ready"): 1,
         ("kvpool_worker_pool_state", "ready"): 1,
         ("kvpool_worker_epoch",): 7,
         ("kvpool_worker_blocks",): 100,
         ("kvpool_worker_allocated_bytes",): 800,
         ("kvpool_worker_available_bytes",): 900,
+        ("kvpool_worker_host_bytes",): 700,
+        ("kvpool_worker_mapping_processes",): 4,
         ("kvpool_worker_device_memory_bytes", "total"): 1000,
         ("kvpool_worker_device_memory_bytes", "free"): 400,
         ("kvpool_worker_heartbeats_total",): 50,

@@ -1,6 +1,7 @@
 """Memory of CUDA devices: on a device where torch finds one, and the calls of the driver everywhere."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool.core.errors import InvalidArgumentError, KvpoolError, WrongStateError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, KvpoolError, WrongStateError
 from kvpool.core.ranks.messages import Rank, RankGroupOptions, Registration
-from kvpool.lending import cuda_memory
+from kvpool.lending import cuda_memory, memory_folder
 from kvpool.lending.cuda_memory import Addresses, CudaError, CudaMemory, CudaMemoryFolder, VirtualMemory
 from kvpool.lending.mapped_memory import reserve_memory
+from kvpool.lending.memory_file import close_all
 from kvpool.lending.memory_holder import MemoryHolder
 from support.lending import LAYER
 
@@ -113,6 +115,21 @@ def test_addresses_stay_reserved_while_memory_is_mapped_there_and_unmapped() -> 
     assert driver.held == {"handle": 0, "range": 0, "mapping": 0}
 
 
+def test_host_memory_is_registered_for_all_contexts_until_the_device_has_used_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver()
+    gpu = VirtualMemory(driver, 3)
+    gpu.register(2**20, 4096)
+    assert driver.arguments("cuMemHostRegister") == (2**20, 4096, 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: driver.calls.append(("synchronize", (index,))))
+    gpu.unregister(2**20)
+    assert driver.calls[1:] == [("synchronize", (3,)), ("cuMemHostUnregister", (2**20,))]
+    driver.fails = "cuMemHostRegister"
+    with pytest.raises(CudaError, match="cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY"):
+        gpu.register(2**20, 4096)
+
+
 @pytest.mark.parametrize("is_mapped", [True, False])
 def test_addresses_are_free_when_the_memory_and_its_tensors_are_gone(
     monkeypatch: pytest.MonkeyPatch, *, is_mapped: bool
@@ -206,16 +223,16 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def leave_memory(root: Path, driver: Driver) -> str:
+def leave_memory(root: Path, driver: Driver, host_bytes: int = 0) -> str:
     """Allocates memory that holds "prefixes", and leaves it as a killed process does."""
     driver.exported = os.memfd_create("memory")
     os.write(driver.exported, b"prefixes")
     registration = Registration(Rank(0), 1, BOOT_ID, RankGroupOptions(64), {"layer.0": LAYER}, 2**20)
     with CudaMemoryFolder("m", 0, root, DEVICE) as folder:
-        descriptor = folder.create(100)
+        descriptors = folder.create(100, host_bytes)
         folder.write_rank("m", registration)
-        memory_id = folder.memory_id(descriptor)
-        os.close(descriptor)
+        memory_id = folder.memory_id(descriptors)
+        close_all(descriptors)
     return memory_id
 
 
@@ -225,12 +242,44 @@ def test_the_next_process_of_a_rank_finds_the_memory(tmp_path: Path, driver: Dri
         past = folder.read_rank()
         assert past
         assert past.boot_id == BOOT_ID
-        descriptor = folder.open()
-        assert (folder.memory_id(descriptor), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
+        (descriptor,) = folder.open()
+        assert (folder.memory_id([descriptor]), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
         os.close(descriptor)
         folder.delete()
     with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
         assert folder.read_rank() is None
+        with pytest.raises(FileNotFoundError, match="no process holds the memory"):
+            folder.open()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_host_memory_is_a_file_that_is_found_with_the_memory(
+    tmp_path: Path, driver: Driver, *, is_replaced: bool
+) -> None:
+    leave_memory(tmp_path, driver, host_bytes=8192)
+    path = tmp_path / f"kvpool-{os.getuid()}" / "m" / "0" / "host-1"
+    if is_replaced:
+        Path(shutil.copy2(path, tmp_path / "copy")).rename(path)
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        assert (folder.read_rank() is None) == is_replaced
+        descriptors = folder.open()
+        assert [os.fstat(number).st_size for number in descriptors] == [8, 8192]
+        close_all(descriptors)
+        folder.delete()
+        assert not path.exists()
+
+
+def test_memory_that_does_not_fit_beside_its_host_memory_is_freed(
+    tmp_path: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver.exported = os.memfd_create("memory")
+    monkeypatch.setattr(memory_folder, "free_bytes", lambda _: 0)
+    with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
+        with pytest.raises(ExhaustedError, match="8192 bytes do not fit") as caught:
+            folder.create(100, 8192)
+        assert caught.value.field == "host_memory"
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(driver.exported)
         with pytest.raises(FileNotFoundError, match="no process holds the memory"):
             folder.open()
 
@@ -280,8 +329,8 @@ def test_memory_is_neither_lent_nor_mapped_under_mps(tmp_path: Path, driver: Dri
     assert {name for name, _ in driver.calls[before:]} == {"cuDeviceGet", "cuDeviceGetAttribute"}
     driver.fails = ""
     with CudaMemoryFolder("m", 0, tmp_path, DEVICE) as folder:
-        descriptor = folder.open()
-        assert (folder.memory_id(descriptor), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
+        (descriptor,) = folder.open()
+        assert (folder.memory_id([descriptor]), os.pread(descriptor, 100, 0)) == (memory_id, b"prefixes")
         os.close(descriptor)
         folder.delete()
 
@@ -314,7 +363,7 @@ sys.stdin.read()
 def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path: Path) -> None:
     device, size_bytes = torch.device("cuda:0"), 3 * GRANULARITY + 5
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
-        descriptor = folder.create(size_bytes)
+        (descriptor,) = folder.create(size_bytes)
         memory = mapped(descriptor, size_bytes, device).buffer
         assert (memory.dtype, memory.shape, memory.device) == (torch.int8, (size_bytes,), device)
         assert not memory.any(), "fresh memory is zeroed"
@@ -342,7 +391,7 @@ def test_what_one_process_writes_another_reads_and_a_kill_loses_nothing(tmp_path
 def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
     device = torch.device("cuda:0")
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
-        descriptor = folder.create(GRANULARITY)
+        (descriptor,) = folder.create(GRANULARITY)
         with pytest.raises(KvpoolError):
             mapped(descriptor, 2 * GRANULARITY, device)
         os.close(descriptor)
@@ -353,7 +402,7 @@ def test_a_descriptor_that_is_too_small_is_refused(tmp_path: Path) -> None:
 def test_memory_comes_back_at_its_addresses_for_views_and_graphs(tmp_path: Path) -> None:
     device = torch.device("cuda:0")
     with CudaMemoryFolder("m", 0, tmp_path, device) as folder:
-        descriptor = folder.create(GRANULARITY)
+        (descriptor,) = folder.create(GRANULARITY)
         memory, other = (mapped(descriptor, GRANULARITY, device) for _ in range(2))
         view, graph = memory.buffer.view(torch.int32)[:4], torch.cuda.CUDAGraph()
         view.fill_(7)

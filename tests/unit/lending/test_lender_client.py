@@ -31,9 +31,10 @@ from kvpool.wire.pools import config_from_proto
 from support.fake_lender import FakeLender, answer_frame
 from support.lender_transcript import DECLARED, SIZE_BYTES, LenderTranscript, fake_lender, lease
 from support.transcripts import check
-from support.waiting import DEADLINE_SECONDS
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 GIVEN = "a-token"
+BLOCK_BYTES = SIZE_BYTES // 16
 PATHS = sorted(Path(__file__).with_name("lender_transcripts").glob("*.txt"))
 
 
@@ -55,10 +56,35 @@ def memory(lender: LenderClient) -> LentMemory:
     return lender.map(DECLARED, 10.0)
 
 
+@pytest.fixture
+def memory_with_host(fake: FakeLender, lender: LenderClient) -> LentMemory:
+    fake.add_host(3, 3 * BLOCK_BYTES)
+    return lender.map(DECLARED, 10.0)
+
+
 def run(memory: LentMemory, *numbers: int) -> None:
     for number in numbers:
         with memory.step(lease(number)):
             pass
+
+
+def descriptors_in(folder: Path) -> list[str]:
+    """Files in a folder that this process has open."""
+    with os.scandir("/proc/self/fd") as numbers:
+        return [
+            path
+            for number in numbers
+            if (path := os.path.realpath(number.path)).startswith((f"{folder}/memory", f"{folder}/host"))
+        ]
+
+
+def permissions_at(address: int) -> str:
+    """Permissions of what is mapped at an address."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, end = (int(each, 16) for each in line.split()[0].split("-"))
+        if first <= address < end:
+            return line.split()[1]
+    return ""
 
 
 def finish(tickets: list[StepTicket]) -> None:
@@ -178,6 +204,57 @@ def test_memory_stays_mapped_as_long_as_a_view_exists(fake: FakeLender, lender: 
     assert fake.memory.read_bytes()[12:16] == b"\x00\x00\x80\x3f"
 
 
+def test_host_memory_is_mapped_beside_the_memory_and_shared(fake: FakeLender, lender: LenderClient) -> None:
+    host = fake.add_host(3, 4 * BLOCK_BYTES)  # the pool has fewer blocks than this rank
+    memory = lender.map(DECLARED, 10.0)
+    assert memory.host is not None
+    assert (memory.host.shape, memory.host.dtype) == ((3, BLOCK_BYTES), torch.int8)
+    memory.host[2, 1] = 77
+    assert host.read_bytes()[2 * BLOCK_BYTES + 1] == 77
+    assert fake.memory.read_bytes() == bytes(SIZE_BYTES)
+    host.write_bytes(b"\x05" * 4 * BLOCK_BYTES)
+    assert memory.host.eq(5).all()
+
+
+def test_without_blocks_in_host_memory_none_is_mapped(fake: FakeLender, lender: LenderClient) -> None:
+    fake.add_host(0, BLOCK_BYTES)
+    assert lender.map(DECLARED, 10.0).host is None
+
+
+@pytest.mark.parametrize(("num_files", "num_blocks"), [(0, 1), (2, 1), (2, 0)])
+def test_another_number_of_descriptors_is_refused(
+    fake: FakeLender, lender: LenderClient, num_files: int, num_blocks: int
+) -> None:
+    for _ in range(num_files):
+        fake.add_host(num_blocks, BLOCK_BYTES)
+    fake.num_host_blocks = num_blocks
+    with pytest.raises(InvalidArgumentError, match=f"{1 + num_files} descriptors of memory, and {num_blocks} blocks"):
+        lender.map(DECLARED, 10.0)
+    lender.close()
+    wait_until(lambda: not descriptors_in(fake.memory.parent), "all are closed")
+
+
+def test_host_memory_that_is_too_small_is_refused_and_nothing_stays_mapped(
+    fake: FakeLender, lender: LenderClient
+) -> None:
+    fake.add_host(3, 2 * BLOCK_BYTES)
+    with pytest.raises(WrongStateError, match=f"has {2 * BLOCK_BYTES} bytes, and the engine needs {3 * BLOCK_BYTES}"):
+        lender.map(DECLARED, 10.0)
+    fake.wait_for("unmap")
+    assert not [line for line in Path("/proc/self/maps").read_text().splitlines() if str(fake.memory.parent) in line]
+
+
+def test_a_pool_with_another_number_of_blocks_in_host_memory_is_other_memory(
+    fake: FakeLender, memory_with_host: LentMemory
+) -> None:
+    run(memory_with_host, 1)
+    fake.num_host_blocks = 2
+    fake.epoch = 8
+    fake.disconnect()
+    fake.wait_for("map", 2)
+    assert refused(memory_with_host, lease(2, epoch=8)) == "MEMORY_CHANGED"
+
+
 def test_memory_that_is_too_small_is_refused(fake: FakeLender, lender: LenderClient) -> None:
     fake.memory.write_bytes(b"x" * 100)
     with pytest.raises(WrongStateError, match="has 100 bytes, and the engine needs 4096") as caught:
@@ -283,6 +360,19 @@ def test_rule_6_memory_is_mapped_again_at_its_addresses(
         memory.map_again()
         assert (memory.buffer.data_ptr(), view.tolist()) == (address, [5] * 8)
     assert "lender lost" not in caplog.messages
+
+
+def test_rule_6_host_memory_is_unmapped_and_mapped_again_with_the_memory(memory_with_host: LentMemory) -> None:
+    host = memory_with_host.host
+    assert host is not None
+    address, view = host.data_ptr(), host[1]
+    view.fill_(7)
+    for _ in range(2):
+        memory_with_host.unmap()
+        assert permissions_at(address) == "---p"
+        memory_with_host.map_again()
+        assert memory_with_host.host is host
+        assert (host.data_ptr(), bool(view.eq(7).all())) == (address, True)
 
 
 # Broken connections.

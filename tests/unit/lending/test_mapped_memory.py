@@ -11,9 +11,31 @@ import pytest
 import torch
 
 from kvpool.core.errors import WrongStateError
-from kvpool.lending.mapped_memory import MappedMemory, reserve_memory
+from kvpool.lending import mapped_memory
+from kvpool.lending.cuda_memory import CudaError, VirtualMemory
+from kvpool.lending.mapped_memory import HostMemory, MappedMemory, reserve_host_memory, reserve_memory
 
 SIZE_BYTES = 3 * 2**20 + 100
+
+
+class Gpu(VirtualMemory):
+    """A GPU that registers at most `most` ranges of host memory."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.registered: dict[int, int] = {}
+        self.unregistered: list[list[str]] = []
+        self.memory: HostMemory | None = None
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if len(self.registered) == self._most:
+            raise CudaError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+        self.registered[address] = size_bytes
+
+    def unregister(self, address: int) -> None:
+        assert self.memory
+        self.unregistered.append(mapped_there(self.memory))
+        del self.registered[address]
 
 
 @pytest.fixture
@@ -91,6 +113,40 @@ def test_memory_that_the_kernel_does_not_map_is_refused(descriptor: int, memory:
     os.close(read_only)
     assert caught.value.reason == "CANNOT_MAP"
     assert not memory.is_mapped
+
+
+@pytest.mark.parametrize("most", [4, 2])
+def test_a_gpu_registers_host_memory_in_parts_while_it_is_mapped(
+    descriptor: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, most: int
+) -> None:
+    monkeypatch.setattr(mapped_memory, "_REGISTERED_BYTES", 2**20)
+    gpu = Gpu(most)
+    memory = gpu.memory = HostMemory(SIZE_BYTES, gpu)
+    start = memory.buffer.data_ptr()
+    parts = {start: 2**20, start + 2**20: 2**20, start + 2 * 2**20: 2**20, start + 3 * 2**20: 100}
+    for _ in range(2):
+        caplog.clear()
+        memory.map(descriptor)
+        assert gpu.registered == dict([*parts.items()][:most])
+        warned = [(record.message, vars(record)["bytes"]) for record in caplog.records]
+        assert warned == ([] if most == 4 else [("host memory not registered", SIZE_BYTES - 2 * 2**20)])
+        memory.buffer.fill_(1)
+        memory.unmap()
+        assert not gpu.registered
+        assert set(map(tuple, gpu.unregistered)) == {("rw-s",)}, "before it is unmapped"
+    memory.map(descriptor)
+    memory.unregister()
+    assert (memory.is_mapped, gpu.registered) == (True, {})
+
+
+def test_host_memory_beside_memory_of_a_gpu_is_registered_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[torch.device] = []
+    monkeypatch.setattr(mapped_memory, "open_virtual_memory", opened.append)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
+    assert reserve_host_memory("cpu", 4096).buffer.device == torch.device("cpu")
+    assert opened == []
+    reserve_host_memory("cuda:5", 4096)  # as the lender numbers it
+    assert opened == [torch.device("cuda:2")]
 
 
 _ACCESS = """

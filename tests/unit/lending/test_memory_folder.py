@@ -1,5 +1,6 @@
 """Tests of lending/memory_folder.py."""
 
+import errno
 import json
 import os
 import re
@@ -10,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.core.errors import InvalidArgumentError, WrongStateError
+from kvpool.core.errors import ExhaustedError, InvalidArgumentError, WrongStateError
 from kvpool.core.ranks.messages import HeldTensors
+from kvpool.lending import memory_folder
+from kvpool.lending.memory_file import close_all
 from kvpool.lending.memory_folder import MemoryFolder, PastBorrower
 from support.ranks import registration
 
@@ -27,7 +30,7 @@ def folder(tmp_path: Path) -> Iterator[MemoryFolder]:
 def test_memory_is_found_again_unless_another_file_has_its_name(
     folder: MemoryFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     folder.write_rank("m", replace(registration(), held=HeldTensors(7, 100)))
     found = folder.read_rank()
     assert found
@@ -39,8 +42,39 @@ def test_memory_is_found_again_unless_another_file_has_its_name(
     assert "holds other memory" in vars(caplog.records[0])["error"]
 
 
+@pytest.mark.parametrize("change", ["replaced", "deleted", "added"])
+def test_neither_memory_is_found_again_if_the_host_memory_has_changed(folder: MemoryFolder, change: str) -> None:
+    close_all(folder.create(4096, 0 if change == "added" else 8192))
+    folder.write_rank("m", replace(registration(), held=HeldTensors(7, 100)))
+    assert folder.read_rank()
+    file, other = folder.path / "host-1", folder.path / "copy"
+    other.write_bytes(bytes(8192))
+    if change == "deleted":
+        file.unlink()
+    else:
+        other.rename(file)
+    assert folder.read_rank() is None
+
+
+def test_host_memory_is_another_file_of_each_allocation(tmp_path: Path) -> None:
+    with MemoryFolder("m", 0, tmp_path) as folder:
+        first = folder.create(4096, 8192)
+        assert [os.fstat(number).st_size for number in first] == [4096, 8192]
+        assert [path.name for path in sorted(folder.path.glob("*-*"))] == ["host-1", "memory-1"]
+        memory_id = folder.memory_id(first)
+        close_all(first)
+    with MemoryFolder("m", 0, tmp_path) as successor:
+        found = successor.open()
+        assert successor.memory_id(found) == memory_id
+        successor.delete()
+        assert not list(folder.path.glob("*-*"))
+        second = successor.create(4096, 4096)
+        assert not set(successor.memory_id(second).split()) & set(memory_id.split()), "as both are open"
+        close_all((*found, *second))
+
+
 def test_memory_without_a_file_is_not_found_again(folder: MemoryFolder) -> None:
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     shutil.rmtree(folder.path)
     folder.write_rank("m", replace(registration(), held=HeldTensors(7, 100)))
     assert folder.read_rank() is None
@@ -142,6 +176,34 @@ def test_memory_that_does_not_fit_leaves_no_file(folder: MemoryFolder) -> None:
     assert not list(folder.path.glob("memory-*"))
 
 
+@pytest.mark.parametrize(("left_bytes", "error"), [(4095, MemoryError), (8191, ExhaustedError)])
+def test_no_file_is_written_without_room_for_both(
+    folder: MemoryFolder, monkeypatch: pytest.MonkeyPatch, left_bytes: int, error: type[Exception]
+) -> None:
+    monkeypatch.setattr(memory_folder, "free_bytes", lambda _: left_bytes)
+    monkeypatch.setattr(memory_folder, "allocate_pages", lambda *_: pytest.fail("a file was written"))
+    with pytest.raises(
+        error, match=f"4096 bytes do not fit {folder.path}: its file system has {left_bytes} bytes"
+    ) as caught:
+        folder.create(4096, 4096)
+    assert getattr(caught.value, "field", "") == ("host_memory" if error is ExhaustedError else "")
+    assert not list(folder.path.glob("*-*"))
+
+
+def test_host_memory_that_does_not_fit_after_all_leaves_no_file(
+    folder: MemoryFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail_at_host(_: int, size_bytes: int) -> None:
+        if size_bytes == 8192:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(memory_folder, "allocate_pages", fail_at_host)
+    with pytest.raises(ExhaustedError, match=r"8192 bytes do not fit .*: No space left") as caught:
+        folder.create(4096, 8192)
+    assert (caught.value.reason, caught.value.field) == ("OUT_OF_MEMORY", "host_memory")
+    assert not list(folder.path.glob("*-*"))
+
+
 def test_one_process_holds_the_folder_of_a_rank(folder: MemoryFolder, tmp_path: Path) -> None:
     assert (folder.path / "lock").exists()
     with pytest.raises(WrongStateError, match="another process lends rank 0 of pool 'm'") as caught:
@@ -153,7 +215,7 @@ def test_one_process_holds_the_folder_of_a_rank(folder: MemoryFolder, tmp_path: 
 def test_a_folder_that_somebody_deleted_is_made_and_locked_again(
     folder: MemoryFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     shutil.rmtree(folder.path.parents[1])
     folder.write_borrowers([PAST])
     assert folder.read_borrowers() == [PAST]
@@ -161,7 +223,7 @@ def test_a_folder_that_somebody_deleted_is_made_and_locked_again(
         MemoryFolder("m", 0, tmp_path)
     assert [record.message for record in caplog.records] == ["memory folder deleted"]
     shutil.rmtree(folder.path.parents[1])
-    os.close(folder.create(4096))
+    os.close(*folder.create(4096))
     assert [path.name for path in folder.path.glob("memory-*")] == ["memory-2"]
     (folder.path / "lock").unlink()
     folder.delete()
@@ -176,6 +238,6 @@ def test_a_folder_that_another_process_has_taken_meanwhile_is_left_to_it(folder:
         with pytest.raises(MemoryError, match="another process lends this rank"):
             folder.create(4096)
         assert taken.read_borrowers() == []
-        os.close(taken.create(4096))
+        os.close(*taken.create(4096))
         folder.delete()
         assert [path.name for path in taken.path.glob("memory-*")] == ["memory-1"]

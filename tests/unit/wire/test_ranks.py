@@ -6,7 +6,7 @@ import pytest
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.planning.plan import KVCacheConfig, KVCacheTensor
-from kvpool.core.ranks.messages import HeldTensors, Planned, Registration
+from kvpool.core.ranks.messages import HeldTensors, Planned, Ready, Registration
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 from kvpool.core.specs.pool_config import HashScheme, KeyForm, KVCacheGroup, ReuseOrder
 from kvpool.v1 import pool_pb2, spec_pb2, worker_pb2
@@ -32,6 +32,11 @@ def test_a_plan_round_trips(offsets_bytes: tuple[int, ...]) -> None:
     assert server_message_from_proto(server_message_to_proto(plan)) == plan
 
 
+def test_a_ready_pool_round_trips() -> None:
+    ready = Ready(3, 8, 512, 20)
+    assert server_message_from_proto(server_message_to_proto(ready)) == ready
+
+
 def over_the_wire(registered: Registration) -> Registration:
     encoded = registration_to_proto("m", registered).SerializeToString()
     return registration_from_proto(worker_pb2.Register.FromString(encoded))
@@ -43,7 +48,7 @@ def over_the_wire(registered: Registration) -> Registration:
         registration(1, 3, held=HeldTensors(2, 80), fences=True),
         registration(options=replace(OPTIONS, hash_scheme=HashScheme("own", 9, b"x"), retention_tokens=0)),
         registration(options=replace(OPTIONS, block_outermost=True, disable_hybrid_kv_cache_manager=True)),
-        declaring(1, 3, held=HeldTensors(2, 80), fences=True),
+        replace(declaring(1, 3, held=HeldTensors(2, 80), fences=True), num_host_blocks=70),
         declaring(memory=declared(hash_scheme=HashScheme("own", 9, b"x", KeyForm.PLAIN), max_in_flight_tokens=7)),
         declaring(
             memory=declared(

@@ -145,12 +145,14 @@ def _check_worker(worker_cls: str) -> None:
 
 
 def _check_same(own: PoolConfig, declared: PoolConfig) -> None:
-    """Refuses a scheduler that manages other blocks than the workers laid out. Layers are the workers' alone."""
+    """Refuses a scheduler that manages other blocks than the workers laid out.
+
+    Layers are the workers' alone, and blocks in host memory the lenders'.
+    """
     own, declared = (
-        replace(config, groups=tuple(replace(group, layer_names=()) for group in config.groups))
+        replace(config, groups=tuple(replace(group, layer_names=()) for group in config.groups), num_host_blocks=0)
         for config in (own, declared)
     )
-    own = replace(own, num_host_blocks=declared.num_host_blocks)  # which the lenders decide
     if field := declared.difference(own):  # without caching, the pool draws the none_hash
         raise ValueError(f"kvpool: engine and scheduler differ in {field} of pool {own.name}")
 

@@ -16,7 +16,7 @@ from kvpool.lending.lender_client import LenderClient, connect_lender
 _REMEDIES: Final = {
     "OTHER_POOL": "Set KVPOOL_POOL to the pool of the lender, or KVPOOL_MEMORY to the lender of this pool",
     "MEMORY_DIFFERS": "Start the engine with the model and options of the others, or stop them first",
-    "OUT_OF_MEMORY": "Lend less memory (--memory of `kvpool worker`)",
+    "OUT_OF_MEMORY": "Lend less memory (--memory or --host-memory of `kvpool worker`)",
 }
 
 

@@ -2,7 +2,8 @@
 
 1. Ranks declare the same, except for num_blocks, size_bytes, the layers of the groups and the entries of the
    fingerprint that describe a rank. An error names the first difference.
-2. The pool gets the smallest number of blocks. Each rank keeps its size per block, in one buffer for all of its layers.
+2. The pool gets the smallest number of blocks, and of blocks in host memory. Each rank keeps its size per block, in one
+   buffer for all of its layers.
 3. The pool gets the declared configuration. Its groups have the layers of all ranks, in rank order.
 """
 
@@ -81,9 +82,9 @@ def declared_plan(declarations: Sequence[DeclaredMemory], num_blocks: int = 0) -
     return finished_plan(configs, groups, config.max_model_len, options)
 
 
-def declared_pool_config(declared: DeclaredMemory, plan: Plan) -> PoolConfig:
+def declared_pool_config(declared: DeclaredMemory, plan: Plan, num_host_blocks: int) -> PoolConfig:
     """Returns the configuration of the pool of a plan, of which one rank declared this."""
-    return replace(declared.config, num_blocks=plan.num_blocks, groups=plan.groups)
+    return replace(declared.config, num_blocks=plan.num_blocks, groups=plan.groups, num_host_blocks=num_host_blocks)
 
 
 def _rank_config(declared: DeclaredMemory, num_blocks: int) -> KVCacheConfig:

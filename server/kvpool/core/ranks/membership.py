@@ -57,7 +57,7 @@ from kvpool.core.ranks.registry import Member, RankRegistry
 from kvpool.core.specs.pool_config import PoolConfig
 
 MAX_REPORTED_ABSENT_RANKS: Final = 64
-_KEPT_BY_A_RETURN: Final = ("world_size", "options", "layers", "declared", "fences")
+_KEPT_BY_A_RETURN: Final = ("world_size", "options", "layers", "declared", "fences", "num_host_blocks")
 """What a rank that returns must register with again, so that nothing changes."""
 
 
@@ -382,7 +382,7 @@ class Membership:
         self.registry.remove(before)
         self.registry.add(member)
         if self._plan and self.state is PoolState.READY:  # a second stream, opened before the first was missed
-            return [*effects, self._ready(member, self._plan)]
+            return [*effects, *self._ready(self._plan, member)]
         return effects + (self._resume_if_complete() or [self._status(member)])
 
     def _add_member(self, member: Member) -> list[Effect]:
@@ -412,9 +412,13 @@ class Membership:
     def _make_plan(self, num_blocks: int = 0) -> Plan:
         ranks = self.registry.registrations()
         plan = pool_plan.make_plan(ranks, num_blocks)
-        if plan.num_blocks > self._max_blocks:
-            message = f"{plan.num_blocks} blocks fit, the limit per pool is {self._max_blocks}: set fewer blocks"
-            raise InvalidArgumentError(pool_plan.num_blocks_field(ranks), message, reason="TOO_MANY_BLOCKS")
+        for field, count in (
+            (pool_plan.num_blocks_field(ranks), plan.num_blocks),
+            ("register.num_host_blocks", plan.num_blocks + pool_plan.num_host_blocks(ranks)),
+        ):
+            if count > self._max_blocks:
+                message = f"{count} blocks fit, the limit per pool is {self._max_blocks}: set fewer blocks"
+                raise InvalidArgumentError(field, message, reason="TOO_MANY_BLOCKS")
         self._check(pool_plan.pool_config(self.name, ranks, plan), pool_plan.num_blocks_field(ranks))
         return plan
 
@@ -433,7 +437,7 @@ class Membership:
         self.state = PoolState.READY
         config = pool_plan.pool_config(self.name, self.registry.registrations(), plan)
         opened = PoolOpened(config, self.epoch, self._fences.are_answered)
-        return [opened, *(self._ready(member, plan) for member in self.registry)]
+        return [opened, *self._ready(plan, *self.registry)]
 
     def _at_fault(self, error: KvpoolError, newest: Member) -> list[Member]:
         """Returns the ranks to remove when planning fails; if the pool was open, the other ranks keep their tensors."""
@@ -462,9 +466,8 @@ class Membership:
     def _resume_if_complete(self) -> list[Effect]:
         if self._plan is None or not self.registry.is_complete:
             return []
-        plan = self._plan
         self.state = PoolState.READY
-        return [PoolResumed(), *(self._ready(member, plan) for member in self.registry)]
+        return [PoolResumed(), *self._ready(self._plan, *self.registry)]
 
     def _give_up(self, member: Member) -> list[Effect]:
         """Removes a rank. The contents of all ranks in this epoch become invalid.
@@ -487,8 +490,10 @@ class Membership:
         self.state = PoolState.DEGRADED
         return [EpochPassed(self.epoch), *self._statuses()]
 
-    def _ready(self, member: Member, plan: Plan) -> Effect:
-        return MessageSent(member.link, Ready(self.epoch, plan.num_blocks, plan.max_model_len))
+    def _ready(self, plan: Plan, *members: Member) -> list[Effect]:
+        num_host_blocks = pool_plan.num_host_blocks(self.registry.registrations())
+        message = Ready(self.epoch, plan.num_blocks, plan.max_model_len, num_host_blocks)
+        return [MessageSent(member.link, message) for member in members]
 
     def _status(self, member: Member, sequence: int = 0) -> Effect:
         absent = self.registry.first_absent(MAX_REPORTED_ABSENT_RANKS)

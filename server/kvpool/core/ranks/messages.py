@@ -170,6 +170,8 @@ class DeclaredMemory:
     def check(self) -> None:
         """Raises InvalidArgumentError if a value is out of range; names the field."""
         self.config.check()
+        if self.config.num_host_blocks:
+            raise InvalidArgumentError("config.num_host_blocks", "must be 0: the lenders state it (--host-memory)")
         if not self.layers:
             raise InvalidArgumentError("config.groups", "name no layer of this rank")
         check_range("size_bytes", self.size_bytes, 1, MAX_AVAILABLE_BYTES)
@@ -221,6 +223,7 @@ class Registration:
         last_epoch: Newest epoch that the rank received from this server or an earlier one; 0 for none.
         fences: Whether the rank answers fences.
         declared: What an engine declares, from which options and layers follow; None if the server plans the memory.
+        num_host_blocks: Number of blocks that fit its host memory; 0 unless an engine declares memory, with caching.
     """
 
     rank: Rank
@@ -236,6 +239,7 @@ class Registration:
     last_epoch: int = 0
     fences: bool = False
     declared: DeclaredMemory | None = None
+    num_host_blocks: int = 0
 
     def check(self) -> None:
         """Raises InvalidArgumentError if a value is out of range; names the field."""
@@ -251,6 +255,8 @@ class Registration:
             with fields_renamed("declared.{}".format):
                 self.declared.check()
                 check_range("size_bytes", self.declared.size_bytes, 1, self.available_bytes)
+        caches = self.declared is not None and self.declared.config.enable_caching
+        check_range("num_host_blocks", self.num_host_blocks, 0, MAX_BLOCKS if caches else 0)
         check_range("layers", len(self.layers), 1, MAX_LAYERS)
         if self.held:
             check_range("held.epoch", self.held.epoch, 1, self.last_epoch)
@@ -349,11 +355,12 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The pool is open; `num_blocks` is the smallest number over all ranks."""
+    """The pool is open; `num_blocks` and `num_host_blocks` are the smallest numbers over all ranks."""
 
     epoch: int
     num_blocks: int
     max_model_len: int
+    num_host_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,14 @@ def make_plan(ranks: Sequence[Registration], num_blocks: int = 0) -> Plan:
 def pool_config(name: PoolName, ranks: Sequence[Registration], plan: Plan) -> PoolConfig:
     """Returns the configuration of the pool that a plan of these ranks describes."""
     first = ranks[0]
-    return declared_pool_config(first.declared, plan) if first.declared else first.options.pool_config(name, plan)
+    if first.declared is None:
+        return first.options.pool_config(name, plan)
+    return declared_pool_config(first.declared, plan, num_host_blocks(ranks))
+
+
+def num_host_blocks(ranks: Sequence[Registration]) -> int:
+    """Returns the number of blocks in host memory that a pool of these ranks has."""
+    return min(rank.num_host_blocks for rank in ranks)
 
 
 def num_blocks_field(ranks: Sequence[Registration]) -> str:

@@ -92,6 +92,70 @@ def test_rule_2_the_smallest_number_of_blocks_applies_to_all() -> None:
     assert configs[0].groups == declared().config.groups
 
 
+def with_host(*counts: int, world: Gathering | None = None, **said: Any) -> tuple[Gathering, list[LinkId]]:
+    """Forms a pool with one rank for each number of blocks in host memory."""
+    world = world or Gathering()
+    ranks = [replace(declaring(i, len(counts), **said), num_host_blocks=count) for i, count in enumerate(counts)]
+    links = [world.register(rank) for rank in ranks]
+    world.allocate_all(*links)
+    return world, links
+
+
+@pytest.mark.parametrize(("counts", "fewest"), [((50, 20), 20), ((50, 0), 0), ((7, 7), 7)])
+def test_rule_2_the_smallest_number_of_blocks_in_host_memory_applies_to_all(
+    counts: tuple[int, int], fewest: int
+) -> None:
+    world, links = with_host(*counts)
+    assert world.opened == replace(declared().config, num_host_blocks=fewest)
+    assert [world.last(link) for link in links] == [Ready(1, 100, 1024, fewest)] * 2
+
+
+def test_a_restarted_server_knows_the_blocks_in_host_memory() -> None:
+    world, _ = with_host(50, 20)
+    restored = Gathering()
+    restored.epoch = 1
+    restored.members.restore(world.members.rank_group(), map(LinkId, range(100, 102)), 1000.0)
+    for rank, count in enumerate((50, 20)):
+        returned = replace(declaring(rank, held=HeldTensors(1, 100)), num_host_blocks=count, last_epoch=1)
+        link = restored.register(returned)
+    assert restored.last(link) == Ready(1, 100, 1024, 20)
+
+
+def test_a_rank_that_returns_with_another_number_of_blocks_in_host_memory_begins_an_epoch() -> None:
+    world, _ = with_host(50)
+    link = world.register(replace(declaring(0, 1, held=HeldTensors(1, 100)), num_host_blocks=20, last_epoch=1))
+    assert world.pool[-1] == EpochPassed(2)
+    world.allocate(link)
+    assert (world.epoch, world.opened.num_host_blocks) == (2, 20)
+
+
+@pytest.mark.parametrize(
+    "registered",
+    [
+        replace(declaring(), num_host_blocks=-1),
+        replace(declaring(), num_host_blocks=2**31),
+        replace(declaring(memory=declared(enable_caching=False)), num_host_blocks=1),
+        replace(registration(), num_host_blocks=1),
+    ],
+    ids=["negative", "too many", "without caching", "without a declaration"],
+)
+def test_blocks_in_host_memory_need_a_declaration_with_caching(registered: Registration, world: Gathering) -> None:
+    assert refuse(world, registered).field == "num_host_blocks"
+
+
+def test_engines_declare_no_blocks_in_host_memory(world: Gathering) -> None:
+    error = refuse(world, declaring(memory=declared(num_host_blocks=1)))
+    assert error.field == "declared.config.num_host_blocks"
+    assert "the lenders state it" in error.message
+
+
+def test_a_server_limits_the_blocks_of_both_memories() -> None:
+    world = Gathering(max_blocks=119)
+    error = world.expect(world.register(replace(declaring(0, 1), num_host_blocks=20)), InvalidArgumentError)
+    assert (error.reason, error.field) == ("TOO_MANY_BLOCKS", "register.num_host_blocks")
+    assert not world.members.registry
+
+
 def test_a_server_limits_the_declared_blocks() -> None:
     world = Gathering(max_blocks=99)
     error = world.expect(world.register(declaring(0, 1)), InvalidArgumentError)
