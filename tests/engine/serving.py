@@ -207,7 +207,16 @@ class Site:
 
     attached: Mapping[str, object] = MappingProxyType({})
 
-    def __init__(self, stack: ExitStack, service: str, num_blocks: int, pool: str, num_ranks: int) -> None:
+    def __init__(  # noqa: PLR0913, PLR0917 - see `site`
+        self,
+        stack: ExitStack,
+        service: str,
+        num_blocks: int,
+        pool: str,
+        num_ranks: int,
+        model: Mapping[str, object],
+        lender_flags: Sequence[str],
+    ) -> None:
         """Starts the lenders, and no engine yet. What it starts ends with the stack."""
         self.pool = pool
         self.service = service
@@ -216,7 +225,8 @@ class Site:
         self._folder = Path(stack.enter_context(TemporaryDirectory()))
         self._num_engines = 0
         self._num_ranks = num_ranks
-        write_model(LLAMA, self._folder / "model")
+        self._lender_flags = lender_flags
+        write_model(model, self._folder / "model")
         self.memory_folder = Path(stack.enter_context(TemporaryDirectory(dir="/dev/shm")))
         # Entered before any engine, so that a lender that is started again also stops after the engines.
         self._lenders = stack.enter_context(ExitStack())
@@ -224,7 +234,7 @@ class Site:
 
     def start_lender(self, rank: int = 0) -> LoggingProcess:
         """Starts the lender of a rank, at first or again."""
-        flags = ("--lend-folder", str(self.memory_folder))
+        flags = ("--lend-folder", str(self.memory_folder), *self._lender_flags)
         lender = start_lender(self.service, self.pool, self.memory, rank, self._num_ranks, *flags)
         self._lenders.callback(lender.stop)
         return lender
@@ -278,7 +288,15 @@ class Site:
 
 
 @contextmanager
-def site(service: str, num_blocks: int, pool: str = "shared", num_ranks: int = 1) -> Iterator[Site]:
+def site(  # noqa: PLR0913 - with defaults
+    service: str,
+    num_blocks: int,
+    pool: str = "shared",
+    num_ranks: int = 1,
+    *,
+    model: Mapping[str, object] = LLAMA,
+    lender_flags: Sequence[str] = (),
+) -> Iterator[Site]:
     """Runs a site on a service; ends all that it started."""
     with ExitStack() as stack:
-        yield Site(stack, service, num_blocks, pool, num_ranks)
+        yield Site(stack, service, num_blocks, pool, num_ranks, model, lender_flags)

@@ -37,8 +37,9 @@ MAX_CLEANED: Final = 256
 """Maximum number of blocks that one step copies to host memory."""
 _LEAST_CLEANED: Final = 8
 _AHEAD_SHARE: Final = 8
-_AHEAD_LIMITS: Final = (16, 4096)
-"""The next blocks that are kept clean: this share of the pool, as a divisor, within these limits."""
+_AHEAD_STEPS: Final = 4
+_MAX_AHEAD: Final = 4096
+"""The next blocks that are kept clean: this share of the pool, as a divisor, or what so many large steps take."""
 
 
 def copier(session_number: SessionNumber) -> SessionNumber:
@@ -73,6 +74,7 @@ class HostTierSnapshot:
         copying: Of copies to host memory whose sources were not taken since: source, session and target.
         to_clean: Blocks of the first tier that are to be cleaned, in order, unless they have changed since.
         num_unscanned: Number of blocks that were allocated since these were found.
+        num_large: Number of blocks that a large step has taken lately.
         counters: See `HostTier`.
     """
 
@@ -81,6 +83,7 @@ class HostTierSnapshot:
     copying: list[tuple[BlockId, SessionNumber, BlockId]]
     to_clean: list[BlockId]
     num_unscanned: int
+    num_large: int
     counters: HostCounters
 
 
@@ -104,8 +107,7 @@ class HostTier:
         self._free.extend_columns(config.num_host_blocks + 1)
         self._uses: dict[SessionNumber, deque[HostUse]] = {}
         self._copying: dict[BlockId, tuple[SessionNumber, BlockId]] = {}  # sources: who copies them, and the targets
-        low, high = _AHEAD_LIMITS
-        self._num_ahead = min(max(config.num_blocks // _AHEAD_SHARE, low), high)
+        self._num_large = config.num_blocks // _AHEAD_SHARE // _AHEAD_STEPS + 1  # what a large step has taken lately
         self._to_clean: deque[BlockId] = deque()
         self._num_unscanned = 0  # blocks that were allocated since these were found
 
@@ -161,9 +163,11 @@ class HostTier:
         Called at the end of step `sequence`, which has taken `num_taken` blocks, at least 1, and makes the copies.
         """
         self._num_unscanned += num_taken
-        if self._num_unscanned >= self._num_ahead // 2:
+        self._num_large = max(num_taken, self._num_large - self._num_large // 64)
+        num_ahead = min(max(self._first.num_blocks // _AHEAD_SHARE, _AHEAD_STEPS * self._num_large), _MAX_AHEAD)
+        if self._num_unscanned >= num_ahead // _AHEAD_STEPS:
             self._num_unscanned = 0
-            self._to_clean = deque(self._first.free_list.next_used(self._num_ahead))
+            self._to_clean = deque(self._first.free_list.next_used(num_ahead))
         most = min(2 * num_taken + _LEAST_CLEANED, MAX_CLEANED, self._free.num_free)
         sources: list[BlockId] = []
         while self._to_clean and len(sources) < most:
@@ -254,8 +258,15 @@ class HostTier:
     def snapshot(self) -> HostTierSnapshot:
         """The tier at this moment; read it before `end_snapshot`. O(copies under way)."""
         copying = [(source, *of) for source, of in self._copying.items()]
-        to_clean, counters = list(self._to_clean), replace(self.counters)
-        return HostTierSnapshot(self._free.snapshot(), self.uses, copying, to_clean, self._num_unscanned, counters)
+        return HostTierSnapshot(
+            self._free.snapshot(),
+            self.uses,
+            copying,
+            list(self._to_clean),
+            self._num_unscanned,
+            self._num_large,
+            replace(self.counters),
+        )
 
     def end_snapshot(self) -> None:
         """Ends a snapshot. The rest of it can no longer be read."""
@@ -273,6 +284,7 @@ class HostTier:
             self._note_use(use)
         self._copying = {source: (session_number, target) for source, session_number, target in snapshot.copying}
         self._to_clean, self._num_unscanned = deque(snapshot.to_clean), snapshot.num_unscanned
+        self._num_large = snapshot.num_large
         self.counters = snapshot.counters
         prefix_map = self._first.prefix_map
         for block_id in prefix_map.hashed_among(map(BlockId, range(self._first_id, prefix_map.num_columns))):
