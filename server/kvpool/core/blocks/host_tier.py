@@ -17,6 +17,8 @@
    These are `BlockCopy`s, which hold their targets until the step is launched.
 7. A step orders copies to this tier only if it takes blocks, so that it is certain to be launched, and in proportion.
 8. A session that reports neither launched nor executed steps has executed the steps before each step.
+9. Events name a block here from its publication on; those of a promotion are recorded when it is ordered, as of all
+   blocks of the first tier.
 """
 
 from collections import deque
@@ -145,6 +147,7 @@ class HostTier:
         """Gives the hashes of blocks here to blocks of the first tier, which step `sequence` copies them to."""
         for source, target in zip(sources, targets, strict=True):
             self._first.copy_hashes(source, target, session_number, sequence)
+        self._first.record_copied(targets)
         self.read(sources, session_number, sequence)
 
     def read(self, sources: Sequence[BlockId], session_number: SessionNumber, sequence: ids.StepNumber) -> None:
@@ -244,6 +247,8 @@ class HostTier:
                 self._first.prefix_map.set_writer(target, session_number)
                 if self._copying.get(source) == (session_number, target):
                     del self._copying[source]
+            if use.sources:  # in the order of allocation: the last block of a prefix first
+                self._first.record_copied(reversed(use.block_ids))
             freed = self._free.drop([BlockId(block_id - self._offset) for block_id in use.block_ids])
             block_hash = self._first.prefix_map.block_hash
             self._free.prepend([each for each in freed if block_hash(BlockId(each + self._offset)) is None])
