@@ -180,7 +180,7 @@ class Engines:
         session = engine.session
         starts = {number: request.num_computed_tokens for number, request in session.by_number.items()}
         reported = {"executed": engine.executed, "launched_sequence": engine.launched}
-        if self.followers:  # tokens that follow from their place, whoever has them
+        if self.followers:  # each token is its place
             columns["token_ids"] = self._token_ids(session, **columns)
         result = self.world.run(session, *operations, **reported, **columns)
         ids = result.copied_block_ids
