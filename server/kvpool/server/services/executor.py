@@ -243,8 +243,7 @@ class Executor:
         commands.ResetPrefixCache: _cache_reset,
         commands.OpenSession: _session_opened,
         commands.SetWeightsVersion: _weights_version_set,
-        commands.FreePart: _blocks_changed,
-        commands.MarkExecuted: _blocks_changed,  # which publishes copies in host memory
+        **dict.fromkeys((commands.FreePart, commands.MarkExecuted), _blocks_changed),  # also by copies in host memory
         commands.CloseSession: _session_closed,
         commands.EndSession: _session_ended,
         commands.EndQuarantine: _quarantine_ended,
