@@ -9,13 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEventBatch,
+)
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.driving import Driver, Setup, make_scheduler
 from engine.service import service
-from kvpool.client import PrefixIndex, connect
-from kvpool.client.vllm import Scheduler
+from kvpool.client import Medium, PrefixIndex, connect
+from kvpool.client.vllm import Scheduler, attach
+from kvpool.client.vllm.pool_config import pool_config
 from support.router import Router
 
 pytestmark = pytest.mark.complete
@@ -69,7 +77,7 @@ def held(events: list[Any], *, by_copy: bool) -> set[Any]:
             copies.clear()
             continue
         for each in event.block_hashes:
-            key = (event.group_idx, each)
+            key = (event.medium, event.group_idx, each)
             if isinstance(event, BlockRemoved):
                 copies[key] = copies[key] - 1 if by_copy else 0
             else:
@@ -164,13 +172,19 @@ class Subscriber:
             self.events.clear()
             self.router = Router(16)  # it may have begun amid the events before
         elif isinstance(event, BlockStored):
-            self.router.store(event.group_idx, event.block_hashes, event.parent_block_hash, tuple(event.token_ids))
+            self.router.store(_place(event), event.block_hashes, event.parent_block_hash, tuple(event.token_ids))
         else:
-            self.router.remove(event.group_idx, event.block_hashes)
+            self.router.remove(_place(event), event.block_hashes)
 
     def close(self) -> None:
         """Disconnects."""
         self._context.destroy(linger=0)
+
+
+def _place(event: Any) -> int:
+    """The group of an event, which counts as another one in each tier."""
+    place: int = 2 * event.group_idx + (event.medium == MEDIUM_CPU)
+    return place
 
 
 def pools_map(address: str, pool: str) -> set[Any]:
@@ -180,8 +194,11 @@ def pools_map(address: str, pool: str) -> set[Any]:
         for batch in client.watch(pool, snapshot=True):
             index.apply(batch)
             if index.is_whole:
-                entries = index.entries()
-                return {(group, int.from_bytes(each[-8:], "big")) for group, each in entries}
+                return {
+                    (name, group, int.from_bytes(each[-8:], "big"))
+                    for medium, name in ((Medium.FIRST_TIER, MEDIUM_GPU), (Medium.HOST_MEMORY, MEDIUM_CPU))
+                    for group, each in index.entries(medium)
+                }
     raise AssertionError
 
 
@@ -207,6 +224,25 @@ def test_a_subscriber_has_the_pools_map_whenever_it_connects(memory_id: str, add
     for each in subscribers:
         each.read_until(held, 1)
         each.close()
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_a_subscriber_learns_which_tier_has_a_block(
+    name: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "pool_config", lambda *given: replace(pool_config(*given), num_host_blocks=60))
+    endpoint, pool = f"ipc://{tmp_path}/events", f"events.tiers.{name}"
+    attached = {"kvpool": {"address": address, "pool": pool}}
+    subscriber = Subscriber(endpoint)
+    driver = play(Scheduler, replace(SETUPS[name], events_endpoint=endpoint, additional_config=attached), tmp_path)
+    subscriber.read_until(pools_map(address, pool), 0)
+    assert {medium for medium, *_ in subscriber.map} == {MEDIUM_GPU, MEDIUM_CPU}
+    removed = [event.medium for event in published(endpoint) if isinstance(event, BlockRemoved)]
+    assert set(removed) == {MEDIUM_GPU, MEDIUM_CPU}
+    assert driver.scheduler.reset_prefix_cache()
+    subscriber.read_until(set(), 0)
+    subscriber.close()
+    driver.scheduler.shutdown()
 
 
 def test_a_subscriber_learns_that_the_service_has_lost_the_pool(tmp_path: Path) -> None:

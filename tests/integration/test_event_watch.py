@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -16,6 +17,7 @@ from kvpool.client import (
     InvalidArgumentError,
     KVCacheGroup,
     KvpoolError,
+    Medium,
     NotFoundError,
     PoolConfig,
     PrefixIndex,
@@ -98,6 +100,25 @@ def test_a_snapshot_is_the_map_and_batches_continue_from_it(client: Client) -> N
         assert index.num_prefix_blocks(hashes) == len(hashes) == 54
         assert index.cached(hashes[1::2], 1)[-2:] == [True, True]
         assert not index.num_prefix_blocks([BlockHash(b"?" * 32)])
+
+
+def test_a_report_of_executed_steps_publishes_the_copies_in_host_memory(client: Client) -> None:
+    client.create_pool(replace(config("tiers"), num_blocks=60, max_model_len=200, num_host_blocks=100))
+    with client.open_session("tiers") as session:
+        index, watch = PrefixIndex(), client.watch("tiers", snapshot=True)
+        for i in range(4):
+            request = session.request(f"r{i}", [i] * 60)
+            assert session.admit(request) is not None
+            before = client.get_pool("tiers").event_sequence
+            session.mark_executed()
+            if i < 3:
+                session.free(request)
+        assert client.get_pool("tiers").event_sequence == before + 1
+        while not index.is_whole or index.sequence <= before:
+            index.apply(next(watch))
+        copied = index.entries(Medium.HOST_MEMORY)
+        assert copied
+        assert index_of(client.watch("tiers", snapshot=True)).entries(Medium.HOST_MEMORY) == copied
 
 
 def test_a_recreated_pool_has_its_own_numbers_and_epoch(client: Client, address: str) -> None:

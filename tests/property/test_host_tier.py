@@ -2,10 +2,12 @@
 
 The memory is modelled: each full block holds a content, which copies move and computations write, in the order in which
 each engine runs its steps. An engine that dies makes some of its copies, and half of one.
+
+In a pool with events, a router that follows them knows after each change which hashes each tier has.
 """
 
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any, Final
@@ -14,17 +16,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvpool.client.prefix_index import PrefixIndex
+from kvpool.client.transports.transport import EventBatch, WatchKind
+from kvpool.core.blocks.block_contents import BlockContents
+from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
 from kvpool.core.blocks.host_tier import HostTier, copier
 from kvpool.core.blocks.integrity import IntegrityError
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.quota import Quota
-from kvpool.core.ids import NULL_BLOCK, BlockId, RequestNumber, SessionNumber, StepNumber
+from kvpool.core.events import BlockEvent, BlockRemoved, BlockStored, Medium
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber, SessionNumber, StepNumber
 from kvpool.core.sessions.request import Request
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.state import State
 from kvpool.core.steps.columns import Operation, StepResult
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
 from support.core import BLOCK_SIZE, World, block_hashes
 from support.integrity import check_integrity
 from support.journal import assert_alike
@@ -68,14 +76,68 @@ class Engine:
     num_requests: int = 0
 
 
+class Followers:
+    """Two routers of a pool: one that has every event, and one that always reads another snapshot."""
+
+    def __init__(self, pool: KVCacheManager) -> None:
+        self._pool = pool
+        self._index = PrefixIndex()
+        self._num_copies = Counter[tuple[Medium, GroupId, BlockHash]]()
+        self._described: set[tuple[BlockHash, BlockHash | None, bytes]] = set()
+        self._late, self._cursor = PrefixIndex(), SnapshotCursor(pool)
+
+    def follow(self) -> None:
+        """Applies the events of a change, and one more part of the snapshot; checks what the routers know then."""
+        events = self._pool.blocks.take_events()
+        for event in events:
+            self._check(event)
+        for index in (self._index, self._late):
+            index.apply(EventBatch(0, tuple(events)))
+        self._check_index(self._index)
+        self._late.apply(EventBatch(0, tuple(self._cursor.next_chunk(3)), WatchKind.SNAPSHOT))
+        if self._cursor.is_done:
+            self._check_index(self._late)
+            self._late, self._cursor = PrefixIndex(), SnapshotCursor(self._pool)
+
+    def _check(self, event: BlockEvent) -> None:
+        match event:
+            case BlockStored():
+                parents = (event.parent_block_hash, *event.block_hashes)
+                for i, block_hash in enumerate(event.block_hashes):
+                    self._num_copies[event.medium, event.group_id, block_hash] += 1
+                    tokens = event.token_ids[i * BLOCK_SIZE : (i + 1) * BLOCK_SIZE]
+                    assert len(tokens) == BLOCK_SIZE == event.block_size
+                    description = block_hash, parents[i], tokens.tobytes()
+                    if event.medium is Medium.FIRST_TIER:
+                        self._described.add(description)
+                    assert description in self._described
+            case BlockRemoved():
+                key = event.medium, event.group_id, event.block_hash
+                self._num_copies[key] -= 1
+                assert self._num_copies[key] == event.copies_left
+            case _:
+                self._num_copies.clear()
+
+    def _check_index(self, index: PrefixIndex) -> None:
+        prefix_map, first_host_id = self._pool.blocks.prefix_map, self._pool.blocks.num_blocks
+        tiers: dict[Medium, set[tuple[GroupId, BlockHash]]] = {medium: set() for medium in Medium}
+        for group_id, block_hash, block_id in prefix_map.entries():
+            medium = Medium.HOST_MEMORY if block_id >= first_host_id else Medium.FIRST_TIER
+            if medium is Medium.FIRST_TIER or block_id not in prefix_map.pending.steps:
+                tiers[medium].add((group_id, block_hash))
+        assert {medium: index.entries(medium) for medium in Medium} == tiers
+        assert index.entries() == set().union(*tiers.values())
+
+
 class Engines:
     """What the engines of a pool do, drawn from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, **options: Any) -> None:
         self.random = Random(seed)  # noqa: S311 - a simulation
         specs, num_host_blocks = self.random.choice(KINDS), self.random.choice((5, 20, 60))
         num_blocks = self.random.choice((14, 22, 40)) * len(specs)
-        self.world = World(num_blocks, specs=specs, num_host_blocks=num_host_blocks)
+        self.world = World(num_blocks, specs=specs, num_host_blocks=num_host_blocks, **options)
+        self.followers = Followers(self.world.pool) if self.world.pool.config.makes_events else None
         self.contents: dict[BlockId, bytes] = {}
         self.engines = [Engine(self.world.open()) for _ in range(self.random.choice((1, 2, 3)))]
         self.dying: list[Engine] = []
@@ -111,11 +173,15 @@ class Engines:
             if quota.min_blocks <= self.world.pool.quotas.num_left:
                 self.engines.append(Engine(self.world.open(quota=quota, namespace=namespace)))
         check_integrity(self.world.pool, self.world.sessions())
+        if self.followers:
+            self.followers.follow()
 
     def _step(self, engine: Engine, *operations: Operation, **columns: Any) -> StepResult:
         session = engine.session
         starts = {number: request.num_computed_tokens for number, request in session.by_number.items()}
         reported = {"executed": engine.executed, "launched_sequence": engine.launched}
+        if self.followers:  # each token is its place
+            columns["token_ids"] = self._token_ids(session, **columns)
         result = self.world.run(session, *operations, **reported, **columns)
         ids = result.copied_block_ids
         copies = [(BlockId(s), BlockId(t)) for s, t in zip(ids[1::3], ids[2::3], strict=True)]
@@ -131,6 +197,15 @@ class Engines:
                 self._add_contents(work, request, start)
         engine.in_flight.append(work)
         return result
+
+    @staticmethod
+    def _token_ids(
+        session: Session, request_numbers: Sequence[int] = (), num_appended_tokens: Sequence[int] = (), **_: Any
+    ) -> list[int]:
+        counts = zip(request_numbers, num_appended_tokens, strict=False)
+        known = [(session.by_number.get(RequestNumber(number)), count) for number, count in counts]
+        starts = [(request.num_tokens if request else 0, count) for request, count in known]
+        return [i for start, count in starts for i in range(start, start + count)]
 
     def _add_contents(self, work: Work, request: Request, start: int) -> None:
         """Adds what a step over the tokens from `start` on reads and writes of full blocks."""
@@ -265,16 +340,16 @@ class Engines:
             assert_alike(self.world.allocator, made)
 
 
-def drive(seed: int) -> HostTier:
-    engines = Engines(seed)
+def drive(seed: int, **options: Any) -> HostTier:
+    engines = Engines(seed, **options)
     for _ in range(NUM_ACTIONS):
         engines.act()
     return engines.host
 
 
-@given(st.integers(0, 2**32))
-def test_every_step_reads_what_it_was_given_blocks_for(seed: int) -> None:
-    drive(seed)
+@given(st.integers(0, 2**32), st.booleans())
+def test_every_step_reads_what_it_was_given_blocks_for(seed: int, makes_events: bool) -> None:  # noqa: FBT001 - drawn
+    drive(seed, enable_events=makes_events)
 
 
 def publish_at_once(patch: pytest.MonkeyPatch) -> None:
@@ -340,6 +415,55 @@ PLANTED: Final = (
 """Each with a seed that finds it."""
 
 
+def name_unpublished_copies(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BlockContents, "get", lambda self, block_id: self._contents[block_id])
+
+
+def forget_promotions(patch: pytest.MonkeyPatch) -> None:
+    promote = HostTier.promote
+
+    def silent(self: HostTier, *order: Any) -> None:
+        with pytest.MonkeyPatch.context() as within:
+            within.setattr(BlockPool, "record_copied", lambda *_: None)
+            promote(self, *order)
+
+    patch.setattr(HostTier, "promote", silent)
+
+
+def keep_contents_of_the_source_only(patch: pytest.MonkeyPatch) -> None:
+    publish = BlockContents.announce
+    sources: dict[BlockId, BlockId] = {}
+
+    def announced(self: BlockContents, block_ids: Iterable[BlockId]) -> list[BlockStored]:
+        for block_id in (block_ids := list(block_ids)):
+            self._contents[block_id] = self._contents[sources[block_id]]
+        return publish(self, block_ids)
+
+    patch.setattr(BlockContents, "copy", lambda _, source, target: sources.update({target: source}))
+    patch.setattr(BlockContents, "announce", announced)
+
+
+def count_copies_of_both_tiers(patch: pytest.MonkeyPatch) -> None:
+    drop = BlockContents.drop
+
+    def dropped(self: BlockContents, block_id: BlockId) -> list[BlockRemoved]:
+        return [
+            replace(each, copies_left=sum(of[each.group_id].get(each.block_hash, 0) for of in self._num_copies))
+            for each in drop(self, block_id)
+        ]
+
+    patch.setattr(BlockContents, "drop", dropped)
+
+
+PLANTED_IN_EVENTS: Final = (
+    (name_unpublished_copies, 0),
+    (forget_promotions, 0),
+    (keep_contents_of_the_source_only, 0),
+    (count_copies_of_both_tiers, 0),
+)
+"""Each with a seed that finds it."""
+
+
 @pytest.mark.parametrize(("plant", "seed"), PLANTED)
 def test_a_planted_bug_is_found(
     plant: Callable[[pytest.MonkeyPatch], None], seed: int, monkeypatch: pytest.MonkeyPatch
@@ -347,3 +471,13 @@ def test_a_planted_bug_is_found(
     plant(monkeypatch)
     with pytest.raises((AssertionError, IntegrityError)):
         drive(seed)
+
+
+@pytest.mark.parametrize(("plant", "seed"), PLANTED_IN_EVENTS)
+def test_a_bug_that_is_planted_in_the_events_is_found(
+    plant: Callable[[pytest.MonkeyPatch], None], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive(seed, enable_events=True)
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        drive(seed, enable_events=True)

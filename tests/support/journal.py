@@ -12,7 +12,8 @@ from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
 
-from kvpool.core.blocks.block_pool import BlockContents, BlockPool
+from kvpool.core.blocks.block_contents import BlockContents
+from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.free_list import Chunk, FreeList
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.pending_blocks import PendingBlocks

@@ -16,13 +16,13 @@ Tokens = tuple[int, ...]
 
 
 def announced(pool: KVCacheManager) -> set[tuple[GroupId, BlockHash]]:
-    """Each hash by which the events name a cached block, with its group."""
+    """Each hash by which the events name a cached block of either tier, with its group."""
     prefix_map, contents = pool.blocks.prefix_map, pool.blocks.contents
     assert contents
     return {
         (group_id, each)
         for group_id, block_hash, block_id in prefix_map.entries()
-        if block_hash == prefix_map.block_hash(block_id)
+        if block_hash == prefix_map.block_hash(block_id) and contents.get(block_id)
         for each in contents.hashes(block_id, block_hash)
     }
 

@@ -25,7 +25,7 @@ from kvpool.core.errors import (
     UnavailableError,
     WrongStateError,
 )
-from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored
+from kvpool.core.events import AllBlocksCleared, BlockRemoved, BlockStored, Medium
 from kvpool.core.ids import PoolName
 from kvpool.core.specs.base import KVCacheSpec
 from kvpool.core.specs.kinds import (
@@ -76,6 +76,7 @@ __all__ = [
     "KvpoolError",
     "MLAAttentionSpec",
     "MambaSpec",
+    "Medium",
     "MultiModalItem",
     "NotFoundError",
     "Outcome",

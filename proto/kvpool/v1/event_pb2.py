@@ -24,15 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvpool/v1/event.proto\x12\tkvpool.v1\"\x90\x01\n\x0cWatchRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\"\xc4\x01\n\rWatchResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x15.kvpool.v1.BlockEvent\x12*\n\x04kind\x18\x03 \x01(\x0e\x32\x1c.kvpool.v1.WatchResponseKind\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x14\n\x0ctime_seconds\x18\x06 \x01(\x01\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\"\x9b\x01\n\nBlockEvent\x12(\n\x06stored\x18\x01 \x01(\x0b\x32\x16.kvpool.v1.BlockStoredH\x00\x12*\n\x07removed\x18\x02 \x01(\x0b\x32\x17.kvpool.v1.BlockRemovedH\x00\x12.\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1b.kvpool.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\xa7\x01\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x10\n\x08group_id\x18\x06 \x01(\r\x12\x1b\n\x13lookahead_token_ids\x18\x07 \x03(\r\"I\n\x0c\x42lockRemoved\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x10\n\x08group_id\x18\x02 \x01(\r\x12\x13\n\x0b\x63opies_left\x18\x03 \x01(\r\"\x12\n\x10\x41llBlocksCleared*\xe1\x01\n\x11WatchResponseKind\x12#\n\x1fWATCH_RESPONSE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19WATCH_RESPONSE_KIND_START\x10\x01\x12\x1d\n\x19WATCH_RESPONSE_KIND_BATCH\x10\x02\x12 \n\x1cWATCH_RESPONSE_KIND_SNAPSHOT\x10\x03\x12$\n WATCH_RESPONSE_KIND_SNAPSHOT_END\x10\x04\x12!\n\x1dWATCH_RESPONSE_KIND_HEARTBEAT\x10\x05\x32L\n\x0c\x45ventService\x12<\n\x05Watch\x12\x17.kvpool.v1.WatchRequest\x1a\x18.kvpool.v1.WatchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15kvpool/v1/event.proto\x12\tkvpool.v1\"\x90\x01\n\x0cWatchRequest\x12\x11\n\tpool_name\x18\x01 \x01(\t\x12\x15\n\rfrom_sequence\x18\x02 \x01(\x04\x12\x19\n\x11heartbeat_seconds\x18\x03 \x01(\x01\x12\x10\n\x08snapshot\x18\x04 \x01(\x08\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x18\n\x10protocol_version\x18\x06 \x01(\r\"\xc4\x01\n\rWatchResponse\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12%\n\x06\x65vents\x18\x02 \x03(\x0b\x32\x15.kvpool.v1.BlockEvent\x12*\n\x04kind\x18\x03 \x01(\x0e\x32\x1c.kvpool.v1.WatchResponseKind\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x0f\n\x07\x62oot_id\x18\x05 \x01(\t\x12\x14\n\x0ctime_seconds\x18\x06 \x01(\x01\x12\x18\n\x10protocol_version\x18\x07 \x01(\r\"\x9b\x01\n\nBlockEvent\x12(\n\x06stored\x18\x01 \x01(\x0b\x32\x16.kvpool.v1.BlockStoredH\x00\x12*\n\x07removed\x18\x02 \x01(\x0b\x32\x17.kvpool.v1.BlockRemovedH\x00\x12.\n\x07\x63leared\x18\x03 \x01(\x0b\x32\x1b.kvpool.v1.AllBlocksClearedH\x00\x42\x07\n\x05\x65vent\"\xca\x01\n\x0b\x42lockStored\x12\x14\n\x0c\x62lock_hashes\x18\x01 \x03(\x0c\x12\x19\n\x11parent_block_hash\x18\x02 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x11\n\tlora_name\x18\x05 \x01(\t\x12\x10\n\x08group_id\x18\x06 \x01(\r\x12\x1b\n\x13lookahead_token_ids\x18\x07 \x03(\r\x12!\n\x06medium\x18\x08 \x01(\x0e\x32\x11.kvpool.v1.Medium\"l\n\x0c\x42lockRemoved\x12\x12\n\nblock_hash\x18\x01 \x01(\x0c\x12\x10\n\x08group_id\x18\x02 \x01(\r\x12\x13\n\x0b\x63opies_left\x18\x03 \x01(\r\x12!\n\x06medium\x18\x04 \x01(\x0e\x32\x11.kvpool.v1.Medium\"\x12\n\x10\x41llBlocksCleared*\xe1\x01\n\x11WatchResponseKind\x12#\n\x1fWATCH_RESPONSE_KIND_UNSPECIFIED\x10\x00\x12\x1d\n\x19WATCH_RESPONSE_KIND_START\x10\x01\x12\x1d\n\x19WATCH_RESPONSE_KIND_BATCH\x10\x02\x12 \n\x1cWATCH_RESPONSE_KIND_SNAPSHOT\x10\x03\x12$\n WATCH_RESPONSE_KIND_SNAPSHOT_END\x10\x04\x12!\n\x1dWATCH_RESPONSE_KIND_HEARTBEAT\x10\x05*8\n\x06Medium\x12\x16\n\x12MEDIUM_UNSPECIFIED\x10\x00\x12\x16\n\x12MEDIUM_HOST_MEMORY\x10\x01\x32L\n\x0c\x45ventService\x12<\n\x05Watch\x12\x17.kvpool.v1.WatchRequest\x1a\x18.kvpool.v1.WatchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvpool.v1.event_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WATCHRESPONSEKIND']._serialized_start=806
-  _globals['_WATCHRESPONSEKIND']._serialized_end=1031
+  _globals['_WATCHRESPONSEKIND']._serialized_start=876
+  _globals['_WATCHRESPONSEKIND']._serialized_end=1101
+  _globals['_MEDIUM']._serialized_start=1103
+  _globals['_MEDIUM']._serialized_end=1159
   _globals['_WATCHREQUEST']._serialized_start=37
   _globals['_WATCHREQUEST']._serialized_end=181
   _globals['_WATCHRESPONSE']._serialized_start=184
@@ -40,11 +42,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKEVENT']._serialized_start=383
   _globals['_BLOCKEVENT']._serialized_end=538
   _globals['_BLOCKSTORED']._serialized_start=541
-  _globals['_BLOCKSTORED']._serialized_end=708
-  _globals['_BLOCKREMOVED']._serialized_start=710
-  _globals['_BLOCKREMOVED']._serialized_end=783
-  _globals['_ALLBLOCKSCLEARED']._serialized_start=785
-  _globals['_ALLBLOCKSCLEARED']._serialized_end=803
-  _globals['_EVENTSERVICE']._serialized_start=1033
-  _globals['_EVENTSERVICE']._serialized_end=1109
+  _globals['_BLOCKSTORED']._serialized_end=743
+  _globals['_BLOCKREMOVED']._serialized_start=745
+  _globals['_BLOCKREMOVED']._serialized_end=853
+  _globals['_ALLBLOCKSCLEARED']._serialized_start=855
+  _globals['_ALLBLOCKSCLEARED']._serialized_end=873
+  _globals['_EVENTSERVICE']._serialized_start=1161
+  _globals['_EVENTSERVICE']._serialized_end=1237
 # @@protoc_insertion_point(module_scope)

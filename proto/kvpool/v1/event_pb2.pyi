@@ -61,6 +61,30 @@ WATCH_RESPONSE_KIND_HEARTBEAT: WatchResponseKind.ValueType  # 5
 """No batch has been made since batch `sequence`."""
 Global___WatchResponseKind: _TypeAlias = WatchResponseKind  # noqa: Y015
 
+class _Medium:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MediumEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Medium.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MEDIUM_UNSPECIFIED: _Medium.ValueType  # 0
+    """The first tier, whose blocks the engines compute with. (Zero, so that events of pools with one tier have no field.)"""
+    MEDIUM_HOST_MEMORY: _Medium.ValueType  # 1
+    """Host memory, the second tier. Its blocks are announced when they can be hit: when the step that copies them is
+    reported as executed. A hit copies them to the first tier, which stores them there too.
+    """
+
+class Medium(_Medium, metaclass=_MediumEnumTypeWrapper):
+    """Tier of a pool whose memory holds a block. A client ignores events of media that it does not know."""
+
+MEDIUM_UNSPECIFIED: Medium.ValueType  # 0
+"""The first tier, whose blocks the engines compute with. (Zero, so that events of pools with one tier have no field.)"""
+MEDIUM_HOST_MEMORY: Medium.ValueType  # 1
+"""Host memory, the second tier. Its blocks are announced when they can be hit: when the step that copies them is
+reported as executed. A hit copies them to the first tier, which stores them there too.
+"""
+Global___Medium: _TypeAlias = Medium  # noqa: Y015
+
 @_typing.final
 class WatchRequest(_message.Message):
     """See EventService.Watch."""
@@ -215,6 +239,7 @@ class BlockStored(_message.Message):
     LORA_NAME_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     LOOKAHEAD_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
     parent_block_hash: _builtins.bytes
     """Hash of the block before the first. Empty: there is none."""
     block_size: _builtins.int
@@ -223,6 +248,8 @@ class BlockStored(_message.Message):
     """LoRA of the request; empty: none."""
     group_id: _builtins.int
     """Group of the blocks."""
+    medium: Global___Medium.ValueType
+    """Tier of the blocks; absent: the first."""
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Hashes of the hash blocks."""
@@ -245,10 +272,11 @@ class BlockStored(_message.Message):
         lora_name: _builtins.str = ...,
         group_id: _builtins.int = ...,
         lookahead_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        medium: Global___Medium.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "group_id", b"group_id", "lookahead_token_ids", b"lookahead_token_ids", "lora_name", b"lora_name", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "block_size", b"block_size", "group_id", b"group_id", "lookahead_token_ids", b"lookahead_token_ids", "lora_name", b"lora_name", "medium", b"medium", "parent_block_hash", b"parent_block_hash", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -263,22 +291,28 @@ class BlockRemoved(_message.Message):
     BLOCK_HASH_FIELD_NUMBER: _builtins.int
     GROUP_ID_FIELD_NUMBER: _builtins.int
     COPIES_LEFT_FIELD_NUMBER: _builtins.int
+    MEDIUM_FIELD_NUMBER: _builtins.int
     block_hash: _builtins.bytes
     """A hash of the block, as in BlockStored."""
     group_id: _builtins.int
     """Its group."""
     copies_left: _builtins.int
-    """Number of blocks of the group that still have this hash. The prefix is gone only at 0."""
+    """Number of blocks of the same group and medium that still have this hash. The prefix is gone from this medium only at
+    0, and from the pool when it is gone from all media: a client keeps a hash of each medium apart.
+    """
+    medium: Global___Medium.ValueType
+    """Tier of the block; absent: the first."""
     def __init__(
         self,
         *,
         block_hash: _builtins.bytes = ...,
         group_id: _builtins.int = ...,
         copies_left: _builtins.int = ...,
+        medium: Global___Medium.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "copies_left", b"copies_left", "group_id", b"group_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "copies_left", b"copies_left", "group_id", b"group_id", "medium", b"medium"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

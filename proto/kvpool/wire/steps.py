@@ -6,7 +6,7 @@ from typing import Any, Final, assert_never
 from google.protobuf.message import Message
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, packed_token_ids
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium, packed_token_ids
 from kvpool.core.ids import BlockHash, GroupId
 from kvpool.core.steps.columns import Step, StepResult
 from kvpool.v1 import event_pb2, step_pb2
@@ -15,6 +15,7 @@ from kvpool.wire.protocol_version import PROTOCOL_VERSION
 # The fields of the core's values have the names of the messages' fields.
 _STEP_NAMES: Final = [field.name for field in fields(Step)]
 _RESULT_NAMES: Final = [field.name for field in fields(StepResult)]
+_MEDIA: Final = {int(medium): medium for medium in Medium}
 
 
 def _fields_read(message: type[Message], value: type[Step]) -> dict[int, tuple[str, bool]]:
@@ -100,11 +101,15 @@ def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
                 lora_name=event.lora_name or "",
                 group_id=event.group_id,
                 lookahead_token_ids=event.lookahead_token_ids,
+                medium=event.medium,  # type: ignore[arg-type]  # has the proto's number
             )
             return event_pb2.BlockEvent(stored=stored)
         case BlockRemoved():
             removed = event_pb2.BlockRemoved(
-                block_hash=event.block_hash, group_id=event.group_id, copies_left=event.copies_left
+                block_hash=event.block_hash,
+                group_id=event.group_id,
+                copies_left=event.copies_left,
+                medium=event.medium,  # type: ignore[arg-type]  # has the proto's number
             )
             return event_pb2.BlockEvent(removed=removed)
         case AllBlocksCleared():
@@ -114,9 +119,9 @@ def event_to_proto(event: BlockEvent) -> event_pb2.BlockEvent:
 
 
 def event_from_proto(message: event_pb2.BlockEvent) -> BlockEvent | None:
-    """Decodes a block event; None for a kind of a newer server."""
+    """Decodes a block event; None for a kind or a medium of a newer server."""
     match message.WhichOneof("event"):
-        case "stored":
+        case "stored" if message.stored.medium in _MEDIA:
             stored = message.stored
             return BlockStored(
                 block_hashes=tuple(map(BlockHash, stored.block_hashes)),
@@ -126,11 +131,12 @@ def event_from_proto(message: event_pb2.BlockEvent) -> BlockEvent | None:
                 lora_name=stored.lora_name or None,
                 group_id=GroupId(stored.group_id),
                 lookahead_token_ids=packed_token_ids(stored.lookahead_token_ids),
+                medium=_MEDIA[stored.medium],
             )
-        case "removed":
-            removed = message.removed
-            return BlockRemoved(BlockHash(removed.block_hash), GroupId(removed.group_id), removed.copies_left)
+        case "removed" if message.removed.medium in _MEDIA:
+            removed, medium = message.removed, _MEDIA[message.removed.medium]
+            return BlockRemoved(BlockHash(removed.block_hash), GroupId(removed.group_id), removed.copies_left, medium)
         case "cleared":
             return AllBlocksCleared()
-        case None:
+        case _:
             return None

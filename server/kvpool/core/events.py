@@ -6,6 +6,7 @@ The fields are those that vLLM publishes; hashes are complete.
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Final
 
 from kvpool.core.ids import BlockHash, GroupId
@@ -23,9 +24,18 @@ def packed_token_ids(token_ids: Iterable[int]) -> "array[int]":
     return array("I", token_ids)
 
 
+class Medium(IntEnum):
+    """Tier of a pool whose memory holds a block."""
+
+    FIRST_TIER = 0
+    HOST_MEMORY = 1
+
+
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """A run of consecutive hash blocks of one request was cached, in full blocks or up to the end of a prefix.
+
+    Or blocks were copied from one tier to the other, where they are cached too.
 
     Attributes:
         block_hashes: Hashes of the hash blocks.
@@ -35,6 +45,7 @@ class BlockStored:
         lora_name: LoRA of the request; None if there is none.
         group_id: Group of the blocks.
         lookahead_token_ids: The tokens after each of them that its hash covers: see `HashScheme.num_lookahead_tokens`.
+        medium: Tier of the blocks.
     """
 
     block_hashes: tuple[BlockHash, ...]
@@ -44,6 +55,7 @@ class BlockStored:
     lora_name: str | None
     group_id: GroupId
     lookahead_token_ids: "array[int]" = field(default_factory=lambda: array("I"))
+    medium: Medium = Medium.FIRST_TIER
 
     @property
     def num_lookahead_tokens(self) -> int:
@@ -64,12 +76,14 @@ class BlockRemoved:
     Attributes:
         block_hash: The hash.
         group_id: Group of the block.
-        copies_left: Number of blocks in the group that still have this hash.
+        copies_left: Number of blocks of the same group and tier that still have this hash.
+        medium: Tier of the block.
     """
 
     block_hash: BlockHash
     group_id: GroupId
     copies_left: int = 0
+    medium: Medium = Medium.FIRST_TIER
 
 
 @dataclass(frozen=True, slots=True)

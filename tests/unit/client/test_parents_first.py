@@ -2,9 +2,10 @@
 
 import pickle
 from array import array
+from dataclasses import replace
 
 from kvpool.client.vllm.parents_first import ParentsFirst
-from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium
 from kvpool.core.ids import BlockHash, GroupId
 
 
@@ -61,6 +62,16 @@ def test_a_block_that_is_removed_while_it_waits_is_never_announced() -> None:
 def test_nothing_is_known_and_nothing_waits_after_all_blocks_are_cleared() -> None:
     events: list[BlockEvent] = [stored("a"), stored("d", "c"), AllBlocksCleared(), stored("b", "a"), stored("abc")]
     assert ordered(*events) == [stored("a"), AllBlocksCleared(), stored("abc"), stored("b", "a")]
+
+
+def test_a_hash_is_announced_in_each_tier_apart() -> None:
+    host = replace(stored("b", "a"), medium=Medium.HOST_MEMORY)
+    events: list[BlockEvent] = [stored("ab"), host, removed("b"), stored("c", "b")]
+    assert ordered(*events) == events, "the parent is in host memory"
+    waiting: list[BlockEvent] = [host, stored("b", "a"), removed("b"), stored("a")]
+    assert ordered(*waiting) == [stored("a"), host]
+    gone: list[BlockEvent] = [*events[:3], replace(removed("b"), medium=Medium.HOST_MEMORY), stored("c", "b")]
+    assert ordered(*gone) == gone[:-1]
 
 
 def test_what_waits_and_is_removed_takes_no_memory() -> None:

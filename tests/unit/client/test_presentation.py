@@ -5,10 +5,11 @@ import socket
 import traceback
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from kvpool.client import AbortedError, BlockStored, Client, KvpoolError, PrefixIndex, connect
+from kvpool.client import AbortedError, BlockRemoved, BlockStored, Client, KvpoolError, Medium, PrefixIndex, connect
 from kvpool.client.admin import AdminClient
 from kvpool.client.transports.transport import EventBatch
 from kvpool.core.ids import BlockHash, GroupId
@@ -103,3 +104,19 @@ def test_the_length_of_an_index_counts_hashes() -> None:
         index.apply(EventBatch(number, (stored,)))
     assert len(index) == len(index.entries()) == 1
     assert repr(index) == "<PrefixIndex: 1 hashes after batch 2, whole: False>"
+
+
+def test_a_hash_is_cached_while_a_tier_has_it() -> None:
+    index, (a, b) = PrefixIndex(), (BlockHash(b"a"), BlockHash(b"b"))
+    first = BlockStored((a, b), None, array("I"), 16, None, GroupId(0))
+    index.apply(EventBatch(1, (first, replace(first, block_hashes=(a,), medium=Medium.HOST_MEMORY))))
+    index.apply(EventBatch(2, (BlockRemoved(a, GroupId(0)),)))
+    assert (index.cached([a, b]), index.num_prefix_blocks([a, b])) == ([True, True], 2)
+    assert index.cached([a, b], medium=Medium.FIRST_TIER) == [False, True]
+    assert index.num_prefix_blocks([a, b], medium=Medium.HOST_MEMORY) == 1
+    assert index.entries(Medium.HOST_MEMORY) == {(0, a)}
+    index.apply(EventBatch(3, (BlockRemoved(a, GroupId(0), 1, Medium.HOST_MEMORY),)))
+    assert index.cached([a, b]) == [True, True], "another copy is left"
+    index.apply(EventBatch(4, (BlockRemoved(a, GroupId(0), 0, Medium.HOST_MEMORY),)))
+    index.apply(EventBatch(5, (BlockRemoved(a, GroupId(0)), BlockRemoved(b, GroupId(1)))))
+    assert index.entries() == index.entries(Medium.FIRST_TIER) == {(0, b)}

@@ -1,15 +1,16 @@
 """Steps and results round-trip through protobuf."""
 
 from array import array
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, fields, replace
 from typing import Any, TypeVar
 
 import pytest
 
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.events import BlockStored
+from kvpool.core.events import BlockRemoved, BlockStored, Medium
 from kvpool.core.ids import BlockHash, GroupId
 from kvpool.core.steps.columns import Step, StepResult
+from kvpool.v1 import event_pb2
 from kvpool.wire import steps as wire_steps
 
 _ValueT = TypeVar("_ValueT", Step, StepResult)
@@ -62,5 +63,22 @@ def test_a_value_out_of_its_range_is_refused_with_its_column(name: str) -> None:
 
 def test_a_stored_run_keeps_all_its_fields() -> None:
     hashes, tokens, ahead = (BlockHash(b"1" * 8), BlockHash(b"2" * 8)), array("I", range(4)), array("I", [2, 2**31])
-    stored = BlockStored(hashes, BlockHash(b"p" * 8), tokens, 2, "lora", GroupId(3), ahead)
+    stored = BlockStored(hashes, BlockHash(b"p" * 8), tokens, 2, "lora", GroupId(3), ahead, Medium.HOST_MEMORY)
     assert wire_steps.event_from_proto(wire_steps.event_to_proto(stored)) == stored
+
+
+def test_an_event_without_a_medium_is_of_the_first_tier() -> None:
+    removed = BlockRemoved(BlockHash(b"1" * 8), GroupId(3), 2)
+    message = wire_steps.event_to_proto(removed)
+    assert [field.name for field, _ in message.removed.ListFields()] == ["block_hash", "group_id", "copies_left"]
+    assert wire_steps.event_from_proto(message) == removed
+    assert sorted(map(int, Medium)) == sorted(map(int, event_pb2.Medium.values()))
+    message.removed.medium = event_pb2.MEDIUM_HOST_MEMORY
+    assert wire_steps.event_from_proto(message) == replace(removed, medium=Medium.HOST_MEMORY)
+
+
+@pytest.mark.parametrize("kind", ["stored", "removed"])
+def test_an_event_of_an_unknown_medium_is_ignored(kind: str) -> None:
+    message = event_pb2.BlockEvent()
+    getattr(message, kind).medium = 77
+    assert wire_steps.event_from_proto(message) is None

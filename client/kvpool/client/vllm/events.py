@@ -5,7 +5,7 @@
    cached blocks. When the pool is lost, AllBlocksCleared is published.
 3. A block is published after its parent: see `ParentsFirst`. Blocks of several hash blocks are published by all their
    hashes, as blocks of `hash_block_size` tokens, of which a block of another group can be a child.
-4. The removal of a prefix is published when its last copy is removed.
+4. The removal of a prefix from a tier is published when its last copy there is removed.
 """
 
 import logging
@@ -22,11 +22,11 @@ from kvpool.client.transports.transport import EventBatch, WatchKind
 from kvpool.client.vllm.parents_first import ParentsFirst
 from kvpool.client.vllm.versions import SPECS
 from kvpool.core.errors import UnavailableError
-from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium
 from kvpool.core.ids import BlockHash
 from kvpool.core.specs.pool_config import PoolConfig
 
-_MEDIUM: Final = "GPU"
+_MEDIA: Final = {Medium.FIRST_TIER: kv_events.MEDIUM_GPU, Medium.HOST_MEMORY: kv_events.MEDIUM_CPU}
 _HEARTBEAT_SECONDS: Final = 1.0
 """A subscriber waits for a heartbeat at most, while the pool does not change."""
 _SNAPSHOT_PAUSE_SECONDS: Final = 5.0
@@ -150,7 +150,12 @@ class EventConverter:
             case BlockRemoved():
                 if event.copies_left:
                     return None
-                return _make_event(kv_events.BlockRemoved, block_hashes=[event.block_hash], group_idx=event.group_id)
+                return _make_event(
+                    kv_events.BlockRemoved,
+                    block_hashes=[event.block_hash],
+                    group_idx=event.group_id,
+                    medium=_MEDIA[event.medium],
+                )
             case BlockStored():
                 parent = event.parent_block_hash
                 return _make_event(
@@ -162,6 +167,7 @@ class EventConverter:
                     lora_name=event.lora_name,
                     group_idx=event.group_id,
                     lookahead_token_ids=event.lookahead_by_block,
+                    medium=_MEDIA[event.medium],
                     **self.spec_fields[event.group_id],
                 )
 
@@ -176,5 +182,5 @@ def _spec_fields(spec: Any) -> Mapping[str, Any]:
 def _make_event(kind: Any, *, block_hashes: Sequence[BlockHash], **fields: object) -> Any:
     """Makes an event with the fields that this version of vLLM has."""
     hashes = list(map(maybe_convert_block_hash, block_hashes))
-    given = {"block_hashes": hashes, "lora_id": None, "medium": _MEDIUM, **fields}
+    given = {"block_hashes": hashes, "lora_id": None, "medium": kv_events.MEDIUM_GPU, **fields}
     return kind(**{name: value for name, value in given.items() if name in kind.__struct_fields__})

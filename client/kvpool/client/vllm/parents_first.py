@@ -1,24 +1,26 @@
 """Orders a pool's block events so that each parent is announced before its children, as routers need it.
 
-1. A hash is announced from the event that stores it until the event that removes its last copy.
-2. A block whose parent no group has announced waits. It is announced after its parent, or never if it is removed first.
+1. A hash is announced in a tier from the event that stores it until the event that removes its last copy there.
+2. A block whose parent no group has announced, in either tier, waits. It is announced after its parent, or never if it
+   is removed first.
 3. No hit is lost by that in a pool with full attention: a hit there needs all blocks of the prefix.
 """
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium
 from kvpool.core.ids import BlockHash, GroupId
 
-_Key = tuple[GroupId, BlockHash]
+_Place = tuple[GroupId, Medium]
+_Key = tuple[_Place, BlockHash]
 
 
 class ParentsFirst:
     """The order of one stream of events, which begins with a snapshot or with an empty cache."""
 
     def __init__(self) -> None:
-        self._announced: dict[GroupId, set[BlockHash]] = {}
+        self._announced: dict[_Place, set[BlockHash]] = {}
         self._parents: dict[_Key, BlockHash] = {}  # of the blocks that wait
         self._waiting: dict[BlockHash, dict[_Key, BlockStored]] = {}  # by parent
 
@@ -40,16 +42,17 @@ class ParentsFirst:
         coming = [event]
         while coming:
             event = coming.pop()
-            parent, known = event.parent_block_hash, self._announced.get(event.group_id, set())
+            place, parent = (event.group_id, event.medium), event.parent_block_hash
+            known = self._announced.get(place, set())
             is_again = known.issuperset(event.block_hashes)  # a further copy
             if parent is None or is_again or any(parent in announced for announced in self._announced.values()):
-                self._announced.setdefault(event.group_id, known).update(event.block_hashes)
+                self._announced.setdefault(place, known).update(event.block_hashes)
                 yield event
                 coming += [each for block_hash in event.block_hashes for each in self._take_waiting(block_hash)]
             elif len(event.block_hashes) > 1:
                 coming += reversed(_by_block(event))
             else:
-                key = event.group_id, event.block_hashes[0]
+                key = place, event.block_hashes[0]
                 self._parents[key] = parent
                 self._waiting.setdefault(parent, {})[key] = event
 
@@ -60,12 +63,13 @@ class ParentsFirst:
         return children.values()
 
     def _remove(self, event: BlockRemoved) -> bool:
-        """Removes a hash with its last copy. Returns whether the hash was announced."""
-        key = event.group_id, event.block_hash
+        """Removes a hash with its last copy of a tier. Returns whether the hash was announced."""
+        place = event.group_id, event.medium
+        key = place, event.block_hash
         parent = self._parents.get(key)
         if event.copies_left:
             return parent is None
-        self._announced.get(event.group_id, set()).discard(event.block_hash)
+        self._announced.get(place, set()).discard(event.block_hash)
         if parent is None:
             return True
         del self._parents[key], self._waiting[parent][key]

@@ -4,28 +4,26 @@
 2. ref_cnt of a block is the number of block tables that contain it, 1 for a sink. A block is free exactly when its
    ref_cnt is 0. See `FreeList`.
 3. A free block keeps its hash, and so can be hit, until the block is allocated again.
-4. A block has contents exactly when it has a hash, in a pool that makes events.
+4. A block has contents exactly when it has a hash, in a pool that makes events. See `BlockContents`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
+from kvpool.core.blocks.block_contents import BlockContents, Contents
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
 from kvpool.core.blocks.host_tier import MAX_CLEANED, HostTier, HostTierSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap, PrefixMapSnapshot
-from kvpool.core.events import TOKEN_ID_BYTES, AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockStored
 from kvpool.core.ids import BlockHash, BlockId, GroupId, MapId, SessionNumber
 from kvpool.core.memory_probe import process_memory
-from kvpool.core.snapshots import Column, ColumnCopy, extend
+from kvpool.core.snapshots import Column
 from kvpool.core.specs.pool_config import PoolConfig, ReuseOrder
 from kvpool.core.statistics import GroupCounters
 
-# Parent's hash, token ids as bytes, LoRA name. The garbage collector does not track plain tuples of atoms.
-_Contents = tuple[BlockHash | None, bytes, str | None]
-_CONTENTS_SLICE_LENGTH: Final = 1024
 _RESERVED_BLOCKS: Final = 1024
 """Minimum number of blocks for which memory is reserved at a time."""
 _UNLIMITED: Final = 2**62
@@ -33,124 +31,6 @@ _COLUMN_BYTES: Final = 65
 _CACHED_BYTES: Final = 272
 _CONTENTS_BYTES: Final = 1024
 """Memory per block: its entries, what a cached block takes besides, and contents of a cached block with their event."""
-
-
-class BlockContents:
-    """Parent hash, token ids and LoRA name that each cached block was stored with, in a column by block id.
-
-    The token ids are those of the block's last hash block, then those after it that its hash covers.
-
-    Attributes:
-        further: Of blocks that events name by further hashes, the same for each of these, with the hash first: of hash
-            blocks within them, and of prefixes that end there. Those within come in reverse order. Read-only.
-    """
-
-    __slots__ = ("_contents", "_copy", "_num_copies", "further")
-
-    def __init__(self, num_columns: int, num_groups: int) -> None:
-        self._contents: list[_Contents | None] = [None] * num_columns
-        # By group, the number of blocks that each hash names. A count at each removal would be O(scopes).
-        self._num_copies: list[dict[BlockHash, int]] = [{} for _ in range(num_groups)]
-        self._copy: ColumnCopy[_Contents | None] | None = None  # while a snapshot is read
-        self.further: dict[BlockId, list[tuple[BlockHash, _Contents]]] = {}
-
-    def extend_columns(self, num_columns: int) -> None:
-        """Makes entries for the first `num_columns` blocks."""
-        extend(self._contents, num_columns, None)
-
-    def put(self, block_ids: Sequence[BlockId], stored: BlockStored) -> None:
-        """Stores the contents of a run of blocks that was cached, of which each may have several hashes. O(tokens)."""
-        if self._copy:
-            self._copy.before_change(block_ids)
-        by_hash = _by_hash(stored)
-        per_block = len(by_hash) // len(block_ids)
-        for i, block_id in enumerate(block_ids, 1):
-            self._contents[block_id] = by_hash[i * per_block - 1][1]
-            if per_block > 1:
-                within = by_hash[(i - 1) * per_block : i * per_block - 1]
-                self.further.setdefault(block_id, []).extend(reversed(within))
-        self._count(stored.group_id, stored.block_hashes)
-
-    def put_further(self, block_id: BlockId, stored: BlockStored) -> None:
-        """Stores the contents of further hashes of a block."""
-        self.further.setdefault(block_id, []).extend(reversed(_by_hash(stored)))
-        self._count(stored.group_id, stored.block_hashes)
-
-    def _count(self, group_id: GroupId, block_hashes: Iterable[BlockHash]) -> None:
-        num_copies = self._num_copies[group_id]
-        for block_hash in block_hashes:
-            num_copies[block_hash] = num_copies.get(block_hash, 0) + 1
-
-    def hashes(self, block_id: BlockId, block_hash: BlockHash) -> list[BlockHash]:
-        """All hashes by which events name a block with this hash."""
-        return [block_hash, *(each for each, _ in self.further.get(block_id, ()))]
-
-    def get(self, block_id: BlockId) -> _Contents | None:
-        """Contents that a block was stored with; None if it has no hash."""
-        return self._contents[block_id]
-
-    def drop(self, group_id: GroupId, block_id: BlockId, block_hash: BlockHash) -> Iterator[BlockRemoved]:
-        """Removes the contents of a block that lost its hash; yields an event for each of its hashes."""
-        num_copies = self._num_copies[group_id]
-        for each in self.hashes(block_id, block_hash):
-            num_copies[each] -= 1
-            yield BlockRemoved(each, group_id, num_copies[each] or num_copies.pop(each))
-        if self._copy:
-            self._copy.before_change((block_id,))
-        self._contents[block_id] = None
-        self.further.pop(block_id, None)
-
-    def move(self, source: BlockId, target: BlockId) -> None:
-        """Makes the contents of one block those of another."""
-        if self._copy:
-            self._copy.before_change((source, target))
-        self._contents[target], self._contents[source] = self._contents[source], None
-
-    def clear(self) -> None:
-        """Removes all contents. O(blocks that were ever used)."""
-        self._contents = [None] * len(self._contents)
-        self._num_copies = [{} for _ in self._num_copies]
-        self.further.clear()
-        self._copy = None  # reads the earlier list, which no longer changes
-
-    def snapshot(self) -> Column[_Contents | None]:
-        """The contents at this moment; read them before `end_snapshot`."""
-        self._copy = ColumnCopy(self._contents)
-        return Column(self._copy, _CONTENTS_SLICE_LENGTH)
-
-    def end_snapshot(self) -> None:
-        """Ends a snapshot. The rest of it can no longer be read."""
-        self._copy = None
-
-    def restore(
-        self, contents: Column[_Contents | None], further: Iterable[tuple[BlockId, list[tuple[BlockHash, _Contents]]]]
-    ) -> None:
-        """Makes new contents as they were; then call `count_restored` for each block with a hash.
-
-        Raises:
-            ValueError: The snapshot is of another number of blocks.
-        """
-        num_columns, self._contents = len(self._contents), list(contents.values)
-        if len(self._contents) != num_columns:
-            raise ValueError("contents of blocks are missing")
-        self.further = dict(further)
-
-    def count_restored(self, group_id: GroupId, block_id: BlockId, block_hash: BlockHash) -> None:
-        """Counts the hashes of a restored block."""
-        self._count(group_id, self.hashes(block_id, block_hash))
-
-
-def _by_hash(stored: BlockStored) -> list[tuple[BlockHash, _Contents]]:
-    """Each hash of an event, with its contents."""
-    packed, size_bytes = stored.token_ids.tobytes(), stored.block_size * TOKEN_ID_BYTES
-    ahead, ahead_bytes = stored.lookahead_token_ids.tobytes(), stored.num_lookahead_tokens * TOKEN_ID_BYTES
-    parents = (stored.parent_block_hash, *stored.block_hashes)
-    own = (
-        packed[i * size_bytes : (i + 1) * size_bytes] + ahead[i * ahead_bytes : (i + 1) * ahead_bytes]
-        for i in range(len(stored.block_hashes))
-    )
-    contents = ((*each, stored.lora_name) for each in zip(parents, own, strict=False))
-    return list(zip(stored.block_hashes, contents, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,8 +50,8 @@ class BlockPoolSnapshot:
 
     free_list: FreeListSnapshot
     prefix_map: PrefixMapSnapshot
-    contents: Column[_Contents | None]
-    further_contents: list[tuple[BlockId, list[tuple[BlockHash, _Contents]]]]
+    contents: Column[Contents | None]
+    further_contents: list[tuple[BlockId, list[tuple[BlockHash, Contents]]]]
     evicted_held: list[BlockId]
     num_evicted: int
     group_counters: list[GroupCounters]
@@ -219,7 +99,7 @@ class BlockPool:
         self.block_lifetimes = block_lifetimes
         self._evicted_held: set[BlockId] = set()  # held blocks that lost their hash
         self._uncached_first = config.reuse_order is ReuseOrder.UNCACHED_FIRST
-        self.contents = BlockContents(num_columns, len(config.groups)) if config.makes_events else None
+        self.contents = BlockContents(config, self.prefix_map) if config.makes_events else None
         self._events: list[BlockEvent] = []
         # Number of blocks whose caching at the same time needs no further memory.
         self._num_reserved = 0 if config.enable_caching else config.num_blocks
@@ -419,10 +299,15 @@ class BlockPool:
     def copy_hashes(
         self, source: BlockId, target: BlockId, session_number: SessionNumber, sequence: ids.StepNumber
     ) -> None:
-        """Gives the hashes of one block to another, too, which step `sequence` fills with the same contents."""
+        """Gives the hashes of one block to another, too, which step `sequence` fills with the same contents.
+
+        The caller records the event, see `record_copied`.
+        """
         map_id = self.prefix_map.map_id(source)
         for block_hash in self.prefix_map.all_hashes(source):
             self.cache_tail(map_id, target, block_hash, session_number, sequence)
+        if self.contents:
+            self.contents.copy(source, target)
 
     def drop_hashes(self, block_ids: Iterable[BlockId]) -> None:
         """Removes the hashes of held blocks that their request caches again, or overwrites."""
@@ -458,9 +343,8 @@ class BlockPool:
             self.block_lifetimes.record_evicted(self.host.without(cached) if self.host else cached)
         if self.contents:
             for block_id in cached:
-                group_id = self.prefix_map.group_id(block_id)
-                block_hash, *_ = self.prefix_map.remove(block_id)
-                self._events += self.contents.drop(group_id, block_id, block_hash)
+                self._events += self.contents.drop(block_id)
+                self.prefix_map.remove(block_id)
         else:
             self.prefix_map.remove_all(cached)
 
@@ -494,6 +378,11 @@ class BlockPool:
         elif self.contents:
             self.contents.put_further(block_id, event)
             self._events.append(event)
+
+    def record_copied(self, block_ids: Iterable[BlockId]) -> None:
+        """Records the events for those of the blocks that are cached, whose contents are copies from the other tier."""
+        if self.contents:
+            self._events += self.contents.announce(self.prefix_map.hashed_among(block_ids))
 
     def take_events(self) -> list[BlockEvent]:
         """Returns the events since the last call, in order."""
@@ -537,11 +426,7 @@ class BlockPool:
         self.free_list.restore(snapshot.free_list, all_ids[:num_columns])
         self.prefix_map.restore(snapshot.prefix_map, all_ids)
         if self.contents:
-            self.contents = BlockContents(len(all_ids), len(self.group_counters))
             self.contents.restore(snapshot.contents, ((all_ids[i], each) for i, each in snapshot.further_contents))
-            for block_id, block_hash in zip(all_ids, self.prefix_map.hashes(slice(None)), strict=True):
-                if block_hash is not None:
-                    self.contents.count_restored(self.prefix_map.group_id(block_id), block_id, block_hash)
         self._evicted_held = set(snapshot.evicted_held)
         self._num_reserved = max(self._num_reserved, len(self.prefix_map))
         self.num_evicted = snapshot.num_evicted

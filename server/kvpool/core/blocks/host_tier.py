@@ -9,14 +9,16 @@
 3. Demotion is cleaning: the server orders copies of cached blocks that are free and will be allocated soon. So no
    allocation waits for a copy; the eviction of a clean block only changes the map. What an allocation takes before it
    is clean is lost to the pool. Pending blocks are not cleaned, as it is not certain that they are computed.
-4. Nobody finds the target of such a copy until the step that makes it is reported as executed, so that the death of an
-   engine leaves no wrong block. Until then it is pending, under a number that is no session's (`copier`).
+4. No session finds the target of such a copy until the step that makes it is reported as executed, so that the death
+   of an engine leaves no wrong block. Until then it is pending, under a number that is no session's (`copier`).
 5. The source stays free. The steps of the session that copies it run in order, so this session can take it. If another
    session takes it before the step is executed, the contents of the target are uncertain, and it loses its hash.
 6. Promotion: an admission takes blocks of the first tier for those of its hit that are here, and orders the copies.
    These are `BlockCopy`s, which hold their targets until the step is launched.
 7. A step orders copies to this tier only if it takes blocks, so that it is certain to be launched, and in proportion.
 8. A session that reports neither launched nor executed steps has executed the steps before each step.
+9. Events name a block here from its publication on; those of a promotion are recorded when it is ordered, as of all
+   blocks of the first tier.
 """
 
 from collections import deque
@@ -147,6 +149,7 @@ class HostTier:
         """Gives the hashes of blocks here to blocks of the first tier, which step `sequence` copies them to."""
         for source, target in zip(sources, targets, strict=True):
             self._first.copy_hashes(source, target, session_number, sequence)
+        self._first.record_copied(targets)
         self.read(sources, session_number, sequence)
 
     def read(self, sources: Sequence[BlockId], session_number: SessionNumber, sequence: ids.StepNumber) -> None:
@@ -248,6 +251,8 @@ class HostTier:
                 self._first.prefix_map.set_writer(target, session_number)
                 if self._copying.get(source) == (session_number, target):
                     del self._copying[source]
+            if use.sources:  # in the order of allocation: the last block of a prefix first
+                self._first.record_copied(reversed(use.block_ids))
             freed = self._free.drop([BlockId(block_id - self._offset) for block_id in use.block_ids])
             block_hash = self._first.prefix_map.block_hash
             self._free.prepend([each for each in freed if block_hash(BlockId(each + self._offset)) is None])

@@ -199,7 +199,7 @@ class Executor:
             fields = session_fields(end_of(pool, session))
             _log.info("weights version set", extra={**fields, "weights_version": session.weights_version})
 
-    def _part_freed(self, command: commands.FreePart, _: int) -> None:
+    def _blocks_changed(self, command: commands.FreePart | commands.MarkExecuted, _: int | None) -> None:
         self._event_logs.publish(self.state.sessions[command.session_id][0])
 
     def _session_closed(self, _: commands.CloseSession, closed: commands.SessionClosed) -> None:
@@ -243,7 +243,7 @@ class Executor:
         commands.ResetPrefixCache: _cache_reset,
         commands.OpenSession: _session_opened,
         commands.SetWeightsVersion: _weights_version_set,
-        commands.FreePart: _part_freed,
+        **dict.fromkeys((commands.FreePart, commands.MarkExecuted), _blocks_changed),  # also by copies in host memory
         commands.CloseSession: _session_closed,
         commands.EndSession: _session_ended,
         commands.EndQuarantine: _quarantine_ended,

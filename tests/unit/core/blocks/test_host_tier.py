@@ -1,19 +1,27 @@
 """The second tier: copies to host memory and back, who finds them, and what a death, a reset or an eviction leaves."""
 
+from array import array
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from kvpool.client.prefix_index import PrefixIndex
+from kvpool.client.transports.transport import EventBatch
 from kvpool.core.blocks.host_tier import MAX_CLEANED, HostTier
 from kvpool.core.errors import InvalidArgumentError
-from kvpool.core.ids import BlockId, RequestNumber
+from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium
+from kvpool.core.execution.apply import mark_executed
+from kvpool.core.ids import BlockHash, BlockId, GroupId, RequestNumber
 from kvpool.core.pools.snapshots import end_pool_snapshot, pool_snapshot, restored_pool
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.statistics import HostCounters
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
-from support.core import BLOCK_SIZE, World, config
+from kvpool.core.views.snapshot_cursor import SnapshotCursor
+from support.core import BLOCK_SIZE, World, block_hashes, config
 from support.integrity import check_integrity
+from support.router import announced
 
 PROMPT = 4 * BLOCK_SIZE
 NUM_BLOCKS = 18
@@ -35,8 +43,9 @@ class HostWorld(World):
     def serve(self, session: Session, content: str, num_tokens: int = PROMPT, num_later: int = 0) -> StepResult:
         """Admits a request, computes its last tokens with a later step, and frees it when it has run."""
         self._number += 1
-        most = [num_tokens - num_later]
-        result = self.admit(session, self._number, content, num_tokens, num_new_tokens=most, **executed(session))
+        most, told = [num_tokens - num_later], list(range(num_tokens)) if self.pool.config.makes_events else []
+        columns = {"num_new_tokens": most, "token_ids": told, **executed(session)}
+        result = self.admit(session, self._number, content, num_tokens, **columns)
         self.check()
         computed = session.by_number[RequestNumber(self._number)].num_computed_tokens
         if computed < num_tokens:
@@ -377,3 +386,175 @@ def test_the_picture_of_a_pool_shows_host_memory(world: HostWorld) -> None:
     assert info.host_memory.copied_out_blocks == 4
     assert not World(NUM_BLOCKS).info().HasField("host_memory")
     assert HostCounters(4) == world.host.counters
+
+
+def event_world(**options: Any) -> tuple[HostWorld, Session]:
+    """A pool with events, and a session whose newest step copies the blocks of "aaaa"; earlier events are taken."""
+    world = HostWorld(enable_events=True, **options)
+    session = world.open()
+    world.serve(session, "aaaa")
+    world.admit(session, 50, "bbbb", PROMPT, token_ids=list(range(PROMPT)), **executed(session))
+    events = world.pool.blocks.take_events()
+    assert {event.medium for event in events if not isinstance(event, AllBlocksCleared)} == {Medium.FIRST_TIER}
+    assert len(world.host.uses[0].sources) == 4
+    return world, session
+
+
+def names(content: str) -> tuple[BlockHash, ...]:
+    joined = block_hashes(content, len(content))
+    return tuple(BlockHash(joined[i : i + 32]) for i in range(0, len(joined), 32))
+
+
+def of_host_memory(events: list[BlockEvent]) -> list[BlockEvent]:
+    return [e for e in events if not isinstance(e, AllBlocksCleared) and e.medium is Medium.HOST_MEMORY]
+
+
+def test_a_copy_is_named_by_an_event_when_its_step_is_executed() -> None:
+    world, session = event_world()
+    assert not any(each in names("aaaa") for _, each in told_by_snapshot(world, Medium.HOST_MEMORY))
+    world.executed(session)
+    (stored,) = world.pool.blocks.take_events()
+    tokens = array("I", range(PROMPT))
+    assert stored == BlockStored(names("aaaa"), None, tokens, BLOCK_SIZE, None, GroupId(0), medium=Medium.HOST_MEMORY)
+    assert told_by_snapshot(world, Medium.HOST_MEMORY) == {(0, each) for each in names("aaaa")}
+
+
+def told_by_snapshot(world: HostWorld, medium: Medium) -> set[tuple[int, BlockHash]]:
+    """What a snapshot lists of a tier; both tiers are what events have announced."""
+    cursor, told = SnapshotCursor(world.pool), list[BlockStored]()
+    while not cursor.is_done:
+        told += cursor.next_chunk(3)
+    assert {(run.group_id, each) for run in told for each in run.block_hashes} == announced(world.pool)
+    return {(run.group_id, each) for run in told if run.medium is medium for each in run.block_hashes}
+
+
+def test_a_copy_whose_source_was_evicted_meanwhile_is_named_by_the_contents_of_then() -> None:
+    world, session = event_world()
+    tokens = list(range(100, 100 + 10 * BLOCK_SIZE))
+    world.admit(session, 51, "cdefghijkl", 10 * BLOCK_SIZE, token_ids=tokens)
+    removed = [event for event in world.pool.blocks.take_events() if isinstance(event, BlockRemoved)]
+    assert [event.block_hash for event in removed] == [names("aaaa")[3]]
+    assert removed[0] == BlockRemoved(names("aaaa")[3], GroupId(0))
+    world.executed(session)
+    stored = of_host_memory(world.pool.blocks.take_events())
+    assert stored[0] == BlockStored(
+        names("aaaa"), None, array("I", range(PROMPT)), BLOCK_SIZE, None, GroupId(0), medium=Medium.HOST_MEMORY
+    )
+
+
+@pytest.mark.parametrize("way", ["taken", "died", "closed", "evicted", "weights", "reset"])
+def test_a_copy_that_is_lost_before_it_is_published_makes_no_event(way: str) -> None:
+    world, session = event_world()
+    targets = world.host.uses[0].block_ids
+    match way:
+        case "taken":
+            tokens = list(range(12 * BLOCK_SIZE))
+            world.admit(world.open(), 1, "cdefghijklmn", 12 * BLOCK_SIZE, token_ids=tokens)
+        case "died":
+            world.allocator.evict_session("m", session.session_number, 0.0, quarantine_seconds=5.0)
+            world.allocator.end_quarantine("m", [session.session_number])
+        case "closed":
+            world.allocator.close_session(session.session_id, 0.0)
+        case "evicted":
+            world.run(session, Operation.EVICT, num_block_ids=[4], block_ids=targets)
+        case "weights":
+            world.allocator.set_weights_version(session, "2")
+        case "reset":
+            world.free(session, 50, launched_sequence=session.sequence)
+            assert world.run(session, Operation.RESET, launched_sequence=session.sequence).outcomes == []
+    lost = [each for each in targets if world.pool.blocks.block_hash(each) is None]
+    if session.session_number in world.pool.sessions:
+        world.executed(session)
+    assert len(lost) == (3 if way == "taken" else 4)
+    events = of_host_memory(world.pool.blocks.take_events())
+    assert [len(event.block_hashes) for event in events if isinstance(event, BlockStored)] == [1] * (4 - len(lost))
+    world.check()
+    assert not [event for event in events if isinstance(event, BlockRemoved)]
+
+
+def test_copies_are_counted_by_tier() -> None:
+    world, session = event_world()
+    world.executed(session)
+    world.pool.blocks.take_events()
+    first, host = names("aaaa")[0], world.pool.blocks.prefix_map.last_copy(BlockId(1))
+    world.pool.blocks.evict_blocks([BlockId(1)])
+    assert world.pool.blocks.take_events() == [BlockRemoved(first, GroupId(0), 0)]
+    world.pool.blocks.evict_blocks([host])
+    assert world.pool.blocks.take_events() == [BlockRemoved(first, GroupId(0), 0, Medium.HOST_MEMORY)]
+
+
+def test_a_promotion_stores_the_blocks_in_the_first_tier_again() -> None:
+    world, session = event_world()
+    world.executed(session)
+    world.free(session, 50)
+    world.pool.blocks.evict_blocks([BlockId(i) for i in range(1, 5)])
+    world.pool.blocks.take_events()
+    assert hit_tokens(world.serve(session, "aaaa")) == 3 * BLOCK_SIZE
+    promoted, computed, *_ = (e for e in world.pool.blocks.take_events() if isinstance(e, BlockStored))
+    tokens = array("I", range(PROMPT))
+    assert promoted == BlockStored(names("aaaa")[:3], None, tokens[:12], BLOCK_SIZE, None, GroupId(0))
+    assert computed == BlockStored(names("aaaa")[3:], names("aaaa")[2], tokens[12:], BLOCK_SIZE, None, GroupId(0))
+    assert announced(world.pool) >= {(0, each) for each in names("aaaa")}
+
+
+def test_the_eviction_from_host_memory_is_an_event() -> None:
+    world = HostWorld(num_host_blocks=8, enable_events=True)
+    session = world.open()
+    for content in "abcdefgh":
+        world.serve(session, content * 4)
+    events = of_host_memory(world.pool.blocks.take_events())
+    removed = [event.block_hash for event in events if isinstance(event, BlockRemoved)]
+    assert len(removed) == world.host.counters.evicted_blocks > 0
+    stored = [each for event in events if isinstance(event, BlockStored) for each in event.block_hashes]
+    left = Counter(each for _, each in told_by_snapshot(world, Medium.HOST_MEMORY))
+    assert Counter(stored) - Counter(removed) == left
+
+
+def test_a_reset_and_an_epoch_clear_both_tiers_with_one_event() -> None:
+    world, session = event_world()
+    world.executed(session)
+    world.free(session, 50)
+    world.pool.blocks.take_events()
+    assert world.pool.reset_prefix_cache()
+    assert world.pool.blocks.take_events() == [AllBlocksCleared()]
+    assert announced(world.pool) == set()
+    world.pool.begin_epoch(world.pool.config, 2)
+    assert world.pool.blocks.take_events() == [AllBlocksCleared()]
+
+
+@pytest.mark.parametrize("is_published", [False, True])
+def test_a_restored_pool_makes_the_same_events(is_published: bool) -> None:  # noqa: FBT001 - a parameter
+    world, session = event_world()
+    if is_published:
+        world.executed(session)
+        world.pool.blocks.take_events()
+    restored = restored_pool(pool_snapshot(world.pool), None)
+    end_pool_snapshot(world.pool)
+    assert announced(restored) == announced(world.pool)
+    events = []
+    for pool in (world.pool, restored):
+        mark_executed(pool, pool.sessions[session.session_number], session.sequence)
+        pool.blocks.evict_blocks([BlockId(i) for i in range(1, pool.config.num_ids)])
+        events.append(pool.blocks.take_events())
+    assert events[0] == events[1]
+    assert len(of_host_memory(events[0])) == (4 if is_published else 5)
+
+
+def test_hashes_within_blocks_and_of_tails_are_named_in_both_tiers() -> None:
+    specs = (FullAttentionSpec(16), MambaSpec(16, only_step_ends=True))
+    options = {"specs": specs, "prefix_match_unit": 4, "partial_hits": True, "enable_events": True}
+    world = HostWorld(12, 32, **options)
+    session, index = world.open(), PrefixIndex()
+    for number, content in enumerate(("abc", *map(str, range(5)), "abc", "abc"), 1):
+        tokens = list(range(14))
+        world.admit(session, number, content, 14, num_new_tokens=[12], token_ids=tokens, **executed(session))
+        computed = session.by_number[RequestNumber(number)].num_computed_tokens
+        if computed < 14:
+            world.allocate(session, number, 14 - computed, **executed(session))
+        world.free(session, number, **executed(session))
+        world.check()
+        index.apply(EventBatch(number, tuple(world.pool.blocks.take_events())))
+        assert index.entries(Medium.HOST_MEMORY) == told_by_snapshot(world, Medium.HOST_MEMORY)
+        assert index.entries(Medium.FIRST_TIER) == told_by_snapshot(world, Medium.FIRST_TIER)
+    assert {(GroupId(i), each) for i in range(2) for each in names("abc")[2:]} <= index.entries(Medium.HOST_MEMORY)
+    assert (GroupId(0), names("abc")[0]) in index.entries(Medium.HOST_MEMORY)
