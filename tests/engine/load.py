@@ -55,3 +55,45 @@ def of_vllm_alone(place: Site, options: Mapping[str, object], loads: Sequence[Lo
     engine.wait(*answers.values())
     engine.stop()
     return tokens(answers)
+
+
+class Revisits:
+    """Chats of several turns that take turns: before a chat goes on, all others do. Three system prompts."""
+
+    def __init__(self, num_chats: int, num_turns: int = 3, num_at_once: int = 6, question_tokens: int = 90) -> None:
+        self._num_chats, self._num_turns, self._num_at_once = num_chats, num_turns, num_at_once
+        self._question_tokens = question_tokens
+
+    def run(self, *engines: ServedEngine, answer_tokens: int = 16) -> list[list[Answer]]:
+        """Asks all turns, each chat one of the engines; returns the answers of each turn."""
+        draw = random.Random(2)
+        systems = [_drawn(draw, 128) for _ in range(3)]
+        chats = [draw.choice(systems)[:] for _ in range(self._num_chats)]
+        turns: list[list[Answer]] = []
+        for turn in range(self._num_turns):
+            answers: list[Answer] = []
+            for first in range(0, self._num_chats, self._num_at_once):
+                asked = []
+                for i in range(first, min(first + self._num_at_once, self._num_chats)):
+                    chats[i] = chats[i] + _drawn(draw, draw.randint(*self._question_range))
+                    engine = engines[(i + turn) % len(engines)]
+                    asked.append((i, engine, engine.ask(f"{turn}-{i}", chats[i], answer_tokens)))
+                for i, engine, answer in asked:
+                    engine.wait(answer)
+                    chats[i] = [*chats[i], *answer.tokens]
+                    answers.append(answer)
+            turns.append(answers)
+        return turns
+
+    @property
+    def _question_range(self) -> tuple[int, int]:
+        return 2 * self._question_tokens // 3, 4 * self._question_tokens // 3
+
+
+def _drawn(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+def hit_rate(answers: Sequence[Answer]) -> float:
+    """Share of the prompts' tokens that were cached."""
+    return sum(each.cached_tokens for each in answers) / sum(len(each.prompt) for each in answers)
