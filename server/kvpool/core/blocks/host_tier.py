@@ -9,7 +9,7 @@
 3. Demotion is cleaning: the server orders copies of cached blocks that are free and will be allocated soon. So no
    allocation waits for a copy; the eviction of a clean block only changes the map. What an allocation takes before it
    is clean is lost to the pool. Pending blocks are not cleaned, as it is not certain that they are computed.
-4. Nobody finds the target of such a copy until the step that makes it is reported as executed, so that the death of an
+4. No session finds the target of such a copy until its step is reported as executed, so that the death of an
    engine leaves no wrong block. Until then it is pending, under a number that is no session's (`copier`).
 5. The source stays free. The steps of the session that copies it run in order, so this session can take it. If another
    session takes it before the step is executed, the contents of the target are uncertain, and it loses its hash.
@@ -118,6 +118,12 @@ class HostTier:
     def uses(self) -> list[HostUse]:
         """The copies that may be under way."""
         return [use for uses in self._uses.values() for use in uses]
+
+    @property
+    def num_pending(self) -> int:
+        """Number of targets of copies that are not reported as executed. O(steps in flight)."""
+        pending = self._first.prefix_map.pending
+        return sum(sum(pending.num_by_step(copier(number)).values()) for number in self._uses)
 
     def contains(self, block_id: BlockId) -> bool:
         """Whether a block is of this tier."""
