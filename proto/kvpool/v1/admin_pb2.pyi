@@ -257,7 +257,7 @@ class BlockInfo(_message.Message):
     group_id: _builtins.int
     """Group of its contents."""
     session_number: _builtins.int
-    """Number, at that time, of the session that filled it, or that copied it to host memory. The session may have ended since."""
+    """Number, at that time, of the session that filled it or copied it to host memory. The session may have ended since."""
     pending: _builtins.bool
     """Whether the session that filled it has not yet reported the execution of the step. Other sessions cannot hit it."""
     in_host_memory: _builtins.bool
