@@ -74,7 +74,7 @@ def _metrics(page: str, prefix: str) -> str:
 
 
 def _server_page() -> str:
-    return scrape([(info_of(World(12)), None)], some_observations(), with_vllm=True)
+    return scrape([(info_of(World(12, num_host_blocks=4)), None)], some_observations(), with_vllm=True)
 
 
 def _events(*loggers: str) -> str:

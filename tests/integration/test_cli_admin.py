@@ -111,6 +111,32 @@ def test_lists_for_people_and_for_scripts() -> None:
     assert [block["state"] for block in blocks] == ["BLOCK_STATE_USED"] * 11 + ["BLOCK_STATE_FREE"]
 
 
+def test_host_memory_is_listed_where_a_pool_has_some(client: Client) -> None:
+    assert "TIER" not in output_of("blocks", "--pool", "m")
+    client.create_pool(pool_config("two-tiers", num_blocks=18, num_host_blocks=32))
+    with client.open_session("two-tiers") as session:
+        for number in range(4):
+            request = session.request(f"r{number}", [number] * 20)
+            session.admit(request)
+            session.mark_executed()
+            session.free(request)
+        again = session.request("again", [0] * 24)  # three of the five blocks of its hit are in host memory
+        session.admit(again)
+        heading, _, row = output_of("pools").splitlines()
+        assert words(heading)[-4:] == ["HOST", "CACHED", "OF", "HITS"]
+        assert words(row)[-4:] == ["15", "of", "32", "60.0%"]
+        assert words(output_of("pools").splitlines()[1])[-2:] == ["-", "-"]
+        titles, *rows = map(words, output_of("blocks", "--pool", "two-tiers").splitlines())
+        assert titles == ["BLOCK", "TIER", "STATE", "REFS", "GROUP", "SESSION", "PENDING", "HASH"]
+        assert rows[0][:3] == ["1", "device", "used"]
+        assert len(rows) == 17 + 32
+        assert {row[2] for row in rows if row[1] == "host"} == {"used", "cached", "empty"}
+        top = output_of("top", "--once", "--interval", "0.1")
+        assert re.search(r"host memory: \d+ of 32 blocks cached, \d+.\d% of hits, +0 out/s +0 in/s", top)
+        rates = answer("top", "--once", "--interval", "0.1")["per_second"]
+        assert (rates["two-tiers"]["copied_out"], "copied_out" in rates["m"]) == (0.0, False)
+
+
 def test_pools_whose_prefixes_are_hit_rarely_are_named(client: Client) -> None:
     groups = tuple(KVCacheGroup(FullAttentionSpec(block_size), (f"l{block_size}",)) for block_size in (6, 4))
     client.create_pool(replace(pool_config(), name=PoolName("uneven"), groups=groups))

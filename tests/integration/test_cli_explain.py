@@ -1,6 +1,7 @@
 """`kvpool explain` against a real server: a pool, and prompts as sessions look them up."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,24 @@ def test_a_pool_is_explained_as_json() -> None:
     assert [(scope["weights_version"], scope["sessions"]) for scope in misses["scopes"]] == [("", 1), ("v2", 1)]
     assert [(each["client_name"], each["blocks"]) for each in misses["unexecuted"]] == [("a", 13), ("b", 25)]
     assert found["pool"]["config"]["hash_scheme"]["none_hash"] == misses["hash_scheme"]["none_hash"] == ""
+
+
+def test_what_is_in_host_memory_and_what_has_left_it_is_explained(client: Client, tmp_path: Path) -> None:
+    client.create_pool(PoolConfig(PoolName("two-tiers"), 38, 560, (FULL,), num_host_blocks=36))
+    prompts = [list(range(start, start + 160)) for start in range(0, 2000, 160)]
+    path = tmp_path / "prompt.json"
+    path.write_text(json.dumps([*prompts[0], 1]))
+    with client.open_session("two-tiers") as session:
+        for number, prompt in enumerate(prompts[:4]):
+            cache(session, prompt, f"r{number}")
+        explain = ("--pool", "two-tiers", "--tokens", str(path))
+        assert "- 48 tokens of the hit would be copied from host memory" in output_of(*explain).splitlines()
+        assert answer(*explain)["end"]["host_tokens"] == 48
+        for number, prompt in enumerate(prompts[4:]):
+            cache(session, prompt, f"s{number}")
+        assert "- an evicted block is not in host memory, either" in output_of(*explain)
+    evicted = r"\d+ of 37 blocks evicted so far, 0 of them without a copy in host memory, where \d+ were replaced$"
+    assert re.search(evicted, output_of("--pool", "two-tiers"), re.MULTILINE)
 
 
 def test_a_prompt_is_explained_and_other_keys_are_tried(sessions: tuple[Session, Session], tokens: Path) -> None:

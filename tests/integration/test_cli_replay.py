@@ -72,9 +72,43 @@ def test_a_sweep_answers_what_replays_answer(tmp_path: Path) -> None:
     assert re.search(r"^x 1 +11 +2,560 +[\d,]+ +[\d.]+% +[\d.]+%$", table, re.MULTILINE)
 
 
+def test_host_memory_keeps_what_the_first_tier_evicts(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    prompts = [{"input_length": 2000, "output_length": 9, "hash_ids": list(range(i, i + 4))} for i in range(0, 16, 4)]
+    trace.write_text("\n".join(json.dumps({"timestamp": 0, **each}) for each in prompts * 5))
+    options, host = (trace, "--block-size", 256, "--num-blocks", 20), ("--num-host-blocks", 40)
+    without, with_host = result_of(*options), result_of(*options, *host)
+    added = {"host_hit_tokens", "copied_out_blocks", "copied_in_blocks", "lost_blocks"}
+    assert with_host.keys() - without.keys() == added
+    assert without["hit_tokens"] == 0
+    assert with_host["hit_tokens"] == with_host["host_hit_tokens"] > 10 * 1792
+    assert with_host["copied_in_blocks"] * 256 == with_host["host_hit_tokens"]
+    facts = run(*options, *host).stdout
+    assert re.search(rf"hit tokens in host memory +│ +{with_host['host_hit_tokens']:,} ", facts, re.MULTILINE)
+    assert "host" not in run(*options).stdout
+
+    sweep = (*options, "--sweep", "--sweep-host", 40, "--sweep-host", 5)
+    answer = result_of(*sweep)
+    assert [size["num_blocks"] for size in answer["sizes"]] == [10, 20, 40, 80]
+    cells = {size["num_blocks"]: {each["num_host_blocks"]: each for each in size["host"]} for size in answer["sizes"]}
+    assert (cells[20][40]["hit_tokens"], cells[20][40]["hit_rate"]) == (with_host["hit_tokens"], with_host["hit_rate"])
+    assert list(cells[20]) == [40, 5]
+    assert cells[80][5]["hit_tokens"] == answer["sizes"][-1]["hit_tokens"]
+    table = run(*sweep).stdout.splitlines()
+    assert re.search(r"of all hits +\+ 40 host +\+ 5 host *$", table[0])
+    assert re.search(rf"^x 1 .* 0.00% .* {with_host['hit_rate']:.2%} +[\d.]+% *$", table[2])
+    assert "host" not in str(result_of(*options, "--sweep"))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (
+            ("--block-size", 16, "--sweep", "--num-blocks", 99, "--num-host-blocks", 9),
+            "--num-host-blocks is --sweep-host",
+        ),
+        (("--address", "nowhere:1", "--num-host-blocks", 9), "--num-host-blocks needs --num-blocks"),
+        (("--block-size", 16, "--num-blocks", 99, "--sweep-host", 9), "--sweep-host needs --sweep"),
         (("--sweep",), "--sweep needs --block-size"),
         (("--block-size", 16, "--num-blocks", 99, "--plot", "x.svg"), "--plot draws the curve of --sweep"),
         (("--block-size", 16, "--sweep", "--plot", "/nowhere/x.svg"), "No such file"),

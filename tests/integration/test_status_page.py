@@ -102,9 +102,9 @@ def check_described(page: Page) -> dict[str, Any]:
     return parts
 
 
-def worked(client: Client, pool: str, name: str = "scheduler") -> Session:
+def worked(client: Client, pool: str, name: str = "scheduler", **options: object) -> Session:
     """A session with a held request, a cached prefix, and one request that waits."""
-    client.create_pool(pool_config(pool, num_blocks=41))
+    client.create_pool(pool_config(pool, num_blocks=41, **options))
     session = client.open_session(pool, client_name=name)
     held, freed = (session.request(f"{SECRET}-{i}", [i] * 40) for i in range(2))
     assert session.admit(held)
@@ -133,6 +133,17 @@ def test_the_parts_match_their_description_and_the_state(client: Client, page: P
         (listed,) = admin.sessions("figures")
     changing = {"age_seconds", "idle_seconds"}
     assert {key for key, value in message_json(listed).items() if held["info"][key] != value} <= changing
+    session.close()
+
+
+def test_copies_to_host_memory_are_no_pending_blocks_of_the_map(client: Client, page: Page) -> None:
+    session = worked(client, "two-tiers", num_host_blocks=20)
+    assert session.admit(session.request("more", [8] * 20))
+    parts = check_described(page)
+    shown = of_pool(parts["pools"]["pools"], "two-tiers")
+    assert shown["pending_blocks"] == sum(of_pool(parts["blocks"]["pools"], "two-tiers")["pending"]) == 10
+    assert shown["info"]["host_memory"]["copied_out_blocks"] == "6"
+    assert shown["info"]["config"]["num_host_blocks"] == 20
     session.close()
 
 

@@ -96,7 +96,7 @@ def fixture_url() -> Iterator[str]:
         engine(address, lender.address) as mapping,
     ):
         mapping("run", "r", list(range(60)))
-        client.create_pool(pool_config("llama-70b", num_blocks=3001))
+        client.create_pool(pool_config("llama-70b", num_blocks=3001, num_host_blocks=6000))
         client.create_pool(pool_config("qwen-7b", num_blocks=3001))
         with Work(client):
             yield f"http://127.0.0.1:{port}/"
@@ -142,6 +142,8 @@ def test_the_page_shows_pools_sessions_lenders_and_events(browser: BrowserContex
         expect(blocks.locator("dd")).to_have_text("3,000 ")
         expect(page.locator("[data-table=sessions] tbody tr", has_text="prefill-0")).to_have_count(1)
         expect(page.locator("[data-table=misses] tbody tr", has_text="evicted").first).to_be_visible()
+        host = page.locator(".figures div", has_text="In host memory")
+        expect(host.locator("small")).to_have_text(["of 6,000 blocks"])
         lender = page.locator("[data-table=ranks] tbody tr")
         expect(lender.locator("th")).to_have_text("0, lender")
         expect(page.locator("[data-table=events] tbody tr", has_text="pool created")).to_have_count(2)

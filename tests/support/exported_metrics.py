@@ -121,7 +121,7 @@ def some_observations() -> Observations:
 def exported_labels() -> dict[str, dict[str, set[str]]]:
     """Each metric that a server, a rank or its process can export, with its labels and their values."""
     seen = some_observations()
-    info = info_of(World(12))
+    info = info_of(World(12, num_host_blocks=4))
     info.ranks.extend(RankInfo(state=state) for state in RankState.values()[1:])
     page = scrape([(info, None)], seen, with_vllm=True)
     registry = CollectorRegistry()

@@ -24,6 +24,7 @@ COLUMNS: Final[tuple[Column[BlockInfo], ...]] = (
     Column("PENDING", lambda info: "yes" if info.pending else "-"),
     Column("HASH", lambda info: info.block_hash.hex(), is_text=True),
 )
+TIER: Final[Column[BlockInfo]] = Column("TIER", lambda info: "host" if info.in_host_memory else "device", is_text=True)
 
 
 @click.command()
@@ -32,10 +33,14 @@ COLUMNS: Final[tuple[Column[BlockInfo], ...]] = (
 @limit_option
 @server_options
 def blocks(*, pool: str, state: str | None, limit: int | None, address: str, as_json: bool) -> None:
-    """List the blocks of a pool: their state, their references and their contents."""
+    """List the blocks of a pool: their state, their references and their contents.
+
+    Blocks of host memory follow the others. Their references are copies that may use them.
+    """
     with connected(address) as client:
         found = list(islice(client.blocks(pool, _STATES[state] if state else BLOCK_STATE_UNSPECIFIED), limit))
     if as_json:
         print_json({"blocks": found})
     else:
-        print_table(COLUMNS, found)
+        has_host = any(info.in_host_memory for info in found)
+        print_table((*COLUMNS[:1], TIER, *COLUMNS[1:]) if has_host else COLUMNS, found)

@@ -148,10 +148,15 @@ def _explain_pool(info: PoolInfo, facts: admin_pb2.ExplainMissesResponse, *, as_
     counters = info.prefix_cache
     lookups, queried = counters.requests + counters.preempted_requests, counters.queries_tokens
     share = percent(counters.hits_tokens / queried) if queried else "-"
+    host, gone = info.host_memory, ""
+    if info.HasField("host_memory"):
+        gone = (
+            f", {host.lost_blocks:,} of them without a copy in host memory, where {host.evicted_blocks:,} were replaced"
+        )
     print_line(
         f"pool {info.config.name}: {counted(lookups, 'look-up')}, {share} of the tokens hit, "
         f"{missed_tokens:,} tokens missed; epoch {info.epoch}, {counted(counters.resets, 'reset')}, "
-        f"{info.evicted_blocks:,} of {info.config.num_blocks - 1:,} blocks evicted so far"
+        f"{info.evicted_blocks:,} of {info.config.num_blocks - 1:,} blocks evicted so far{gone}"
     )
     _print_tables((_MISS_COLUMNS, rows), (_SCOPE_COLUMNS, facts.scopes), (_UNEXECUTED_COLUMNS, facts.unexecuted))
 
@@ -184,12 +189,16 @@ def _explain_prompt(client: AdminClient, info: PoolInfo, prompt: _Prompt, *, as_
     length = counted(len(prompt.token_ids), "token")
     print_line(f"{length} as {reader}: a hit of {end.hit_tokens:,} tokens; a hit can cover {longest:,}")
     _print_tables((_END_COLUMNS, [(i, info.groups[i].kind, each) for i, each in enumerate(end.groups)]))
+    if end.host_tokens:
+        print_line(f"- {end.host_tokens:,} tokens of the hit would be copied from host memory")
     if end.HasField("miss"):
         miss = end.miss
         print_line(f"- group {miss.group_id} ends the hit, {miss.num_tokens:,} tokens early: {_meaning(miss.reason)}")
     shared_tokens = max(each.num_tokens for each in end.groups)
     for i, each in enumerate(end.groups):
         print_line(f"- {end_sentence(GroupId(i), each, shared_tokens)}")
+    if info.HasField("host_memory") and MissReason.MISS_REASON_EVICTED in [each.reason for each in end.groups]:
+        print_line("- an evicted block is not in host memory, either: others replaced it there, or it was not copied")
     for label, hit_tokens in better:
         print_line(f"- {label}, the same tokens hit {hit_tokens:,}")
 

@@ -26,6 +26,10 @@ COLUMNS: Final[tuple[Column[PoolInfo], ...]] = (
     Column("WAIT", lambda info: f"{info.requests - info.running_requests:,}"),
     Column("RANKS", lambda info: _ready_ranks(info.ranks)),
 )
+HOST: Final[tuple[Column[PoolInfo], ...]] = (
+    Column("HOST CACHED", lambda info: host_cached(info) if info.HasField("host_memory") else "-"),
+    Column("OF HITS", lambda info: percent(host_share(info)) if info.HasField("host_memory") else "-"),
+)
 QUARANTINED: Final[Column[PoolInfo]] = Column("QUARANTINED", lambda info: f"{info.quarantined_blocks:,}")
 WEIGHTS: Final[Column[PoolInfo]] = Column("WEIGHTS", lambda info: weights(info.weights_versions), is_text=True)
 
@@ -50,8 +54,10 @@ def pools(*, address: str, as_json: bool) -> None:
 
 
 def pool_columns(infos: Sequence[PoolInfo]) -> tuple[Column[PoolInfo], ...]:
-    """Returns the columns of a table of pools: also of quarantined blocks and weights versions, if there are any."""
+    """Returns the columns of a table of pools: those of host memory and the like if there is some."""
     columns = COLUMNS
+    if any(info.HasField("host_memory") for info in infos):
+        columns += HOST
     if any(info.quarantined_blocks for info in infos):
         columns = (*columns, QUARANTINED)
     if any(any(info.weights_versions) for info in infos):
@@ -82,6 +88,17 @@ def cached_share(info: PoolInfo) -> float:
 def empty_share(info: PoolInfo) -> float:
     """Returns the share of a pool's blocks that are neither used nor counted in `cached_share`."""
     return info.free_blocks / (usable_blocks(info) or 1) - cached_share(info)
+
+
+def host_cached(info: PoolInfo) -> str:
+    """Returns how many blocks of a pool's host memory can be found by hash, and how many it has."""
+    return f"{info.host_memory.cached_blocks:,} of {info.config.num_host_blocks:,}"
+
+
+def host_share(info: PoolInfo) -> float | None:
+    """Returns the share of the tokens of all hits that were in host memory; None without hits."""
+    hits_tokens = info.prefix_cache.hits_tokens + info.prefix_cache.preempted_hits_tokens
+    return info.prefix_cache.host_hits_tokens / hits_tokens if hits_tokens else None
 
 
 def _ready_ranks(ranks: Sequence[RankInfo]) -> str:

@@ -17,7 +17,7 @@ _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 720, 360, 56, 40, 20, 48
 _PLOT_POINTS: Final = 300
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SweepReport:
     """The curve of a trace, with the options that led to it.
 
@@ -26,6 +26,7 @@ class SweepReport:
         block_size: Tokens per block.
         reuse_order: The order in which freed blocks are used again.
         num_blocks: The pool to compare with others; None for none.
+        with_host: By number of blocks of host memory: the hit tokens at each of `sizes`, which the caller adds.
         seconds: Duration of the sweep.
     """
 
@@ -33,7 +34,8 @@ class SweepReport:
     block_size: int
     reuse_order: ReuseOrder
     num_blocks: int | None
-    seconds: float
+    with_host: dict[int, list[int]]
+    seconds: float = 0.0
 
     def show(self, *, as_json: bool, plot: Path | None) -> None:
         """Prints the table, or one JSON object.
@@ -48,7 +50,7 @@ class SweepReport:
         if plot:
             write_plot(plot, self._svg())
         curve = self.curve
-        sizes = self._sizes()
+        sizes = self.sizes
         if as_json:
             print_json(
                 {
@@ -60,6 +62,7 @@ class SweepReport:
                     "max_blocks": curve.max_blocks,
                     "sizes": [
                         {"num_blocks": n, "hit_tokens": curve.hit_tokens_at(n), "hit_rate": curve.hit_rate_at(n)}
+                        | self._host_json(sizes.index(n))
                         for n in sizes
                     ],
                     "seconds": self.seconds,
@@ -74,16 +77,28 @@ class SweepReport:
             Column("hit rate", lambda n: f"{curve.hit_rate_at(n):.2%}"),
             Column("of all hits", lambda n: f"{curve.hit_tokens_at(n) / most:.1%}"),
         ]
+        for host, hits in self.with_host.items():
+            rates = {n: f"{hit_tokens / curve.input_tokens:.2%}" for n, hit_tokens in zip(sizes, hits, strict=True)}
+            columns.append(Column(f"+ {host:,} host", rates.__getitem__))
         if self.num_blocks:
             columns.insert(0, Column("", self._multiple, is_text=True))
         print_table(columns, sizes)
 
-    def _sizes(self) -> list[int]:
-        """The numbers of blocks to show: 1, 2 and 5 times powers of ten, both ends, and multiples of the pool."""
+    def _host_json(self, row: int) -> dict[str, object]:
+        total = self.curve.input_tokens
+        cells = [(host, hits[row]) for host, hits in self.with_host.items()]
+        host = [{"num_host_blocks": n, "hit_tokens": hits, "hit_rate": hits / total} for n, hits in cells]
+        return {"host": host} if host else {}
+
+    @property
+    def sizes(self) -> list[int]:
+        """The numbers of blocks to show: 1, 2 and 5 times powers of ten, both ends, and multiples of the pool.
+
+        With host memory the multiples alone, if there are any, as each cell takes a replay.
+        """
         low, high = self.curve.min_blocks, self.curve.max_blocks
-        sizes = {low, high, *_round_sizes(low, high)}
-        sizes |= {size for share in MULTIPLES if (size := int(share * (self.num_blocks or 0))) >= low}
-        return sorted(sizes)
+        sizes = {size for share in MULTIPLES if (size := int(share * (self.num_blocks or 0))) >= low}
+        return sorted(sizes if sizes and self.with_host else {low, high, *_round_sizes(low, high), *sizes})
 
     def _multiple(self, num_blocks: int) -> str:
         found = (share for share in MULTIPLES if int(share * (self.num_blocks or 0)) == num_blocks)

@@ -42,9 +42,11 @@ def top(*, address: str, interval_seconds: float, once: bool, as_json: bool, all
     """Watch pools, ranks and sessions live; q or Ctrl-C exits.
 
     Each pool has three lines: state, epoch (e1) and usage; hit rate of prompt tokens over the last 1,000 look-ups and
-    over the last interval (now), and rates per second; blocks, sessions, requests, and when the epoch changed. Used
-    blocks are held by requests; cached blocks are free, but can still be hit; the rest is empty. The busiest sessions
-    come first. While the server does not answer, the last view stays, with the time since the last answer.
+    over the last interval (now), and rates per second; blocks, sessions, requests, and when the epoch changed. Pools
+    with host memory have a fourth: its cached blocks, its share of all tokens hit, and blocks copied there (out) and
+    back (in). Used blocks are held by requests; cached blocks are free, but can still be hit; the rest is empty. The
+    busiest sessions come first. While the server does not answer, the last view stays, with the time since the last
+    answer.
 
     If the output is not a terminal, or a dumb one, one view is printed per interval. The JSON object holds address,
     server, interval_seconds, pools (as `kvpool pools --json`), per_second (rates by pool), sessions (as `kvpool

@@ -156,6 +156,8 @@ class Feed:
 def _rates(before: PoolInfo, now: PoolInfo, seconds: float) -> dict[str, float | None]:
     queried = now.prefix_cache.queries_tokens - before.prefix_cache.queries_tokens
     hit = now.prefix_cache.hits_tokens - before.prefix_cache.hits_tokens
+    copies = ("copied_out", "copied_in") if now.HasField("host_memory") else ()
+    fields = [(name, f"{name}_blocks") for name in copies]
     return {
         "steps": (now.activity.steps - before.activity.steps) / seconds,
         "allocations": (now.activity.allocations - before.activity.allocations) / seconds,
@@ -163,4 +165,5 @@ def _rates(before: PoolInfo, now: PoolInfo, seconds: float) -> dict[str, float |
         "evictions": (now.evicted_blocks - before.evicted_blocks) / seconds,
         "preemptions": (now.preemptions - before.preemptions) / seconds,
         "hit_ratio": hit / queried if queried else None,
+        **{n: (getattr(now.host_memory, of) - getattr(before.host_memory, of)) / seconds for n, of in fields},
     }

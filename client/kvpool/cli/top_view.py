@@ -1,7 +1,7 @@
 """A screen of `kvpool top` as lines of text that fit the terminal. Pure functions of samples.
 
 The server comes first, then the pools (those that are not ready before the others), then as many sessions as fit. A
-pool has three, two or one lines: as many as fit for all pools.
+pool has four lines, or three without host memory, or two or one: as many as fit for all pools.
 """
 
 import sys
@@ -11,7 +11,7 @@ from typing import Final
 
 from rich.text import Text
 
-from kvpool.cli.pools import cached_share, usable_blocks, weights
+from kvpool.cli.pools import cached_share, host_cached, host_share, usable_blocks, weights
 from kvpool.cli.text import clean, counted, duration, fit, percent, short
 from kvpool.cli.top_sample import MAX_SESSIONS, Sample
 from kvpool.client import PoolInfo, PoolState, RankInfo, RankState
@@ -27,7 +27,7 @@ _STATE_STYLES: Final = {
 }
 _NEARLY_FULL: Final = 0.95
 _FILLING: Final = 0.8
-_POOL_LINES: Final = 3
+_POOL_LINES: Final = 4
 _MIN_NAME_CELLS: Final = 12
 _MIN_BAR_CELLS: Final = 4
 _EPOCH_DIGITS: Final = 8
@@ -158,7 +158,12 @@ def _pool(screen: Screen, info: PoolInfo, sample: Sample) -> list[Text]:
     if any(info.weights_versions):
         third += f", weights {weights(info.weights_versions)}"
     first.truncate(screen.width, overflow="crop")
-    return [first, _line(screen, second), _line(screen, third, "dim")]
+    fourth = (
+        f"  host memory: {host_cached(info)} blocks cached, {percent(host_share(info))} of hits,"
+        f" {_rate(rates.get('copied_out'))} out/s {_rate(rates.get('copied_in'))} in/s"
+    )
+    lower = (third, fourth) if info.HasField("host_memory") else (third,)
+    return [first, _line(screen, second), *(_line(screen, text, "dim") for text in lower)]
 
 
 def _bar(screen: Screen, usage: float, cached: float, width: int) -> Text:

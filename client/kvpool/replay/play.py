@@ -15,7 +15,7 @@ from kvpool.client import (
     Session,
 )
 from kvpool.core.ids import PoolName
-from kvpool.replay.result import Counts, Result
+from kvpool.replay.result import Counts, Result, host_figures
 from kvpool.replay.trace_formats import TraceRequest
 
 
@@ -35,8 +35,9 @@ def measured(client: Client, pool: PoolInfo, play: Callable[[], Counts]) -> Resu
     """
     start_seconds = time.perf_counter()
     counts = play()
-    evicted = client.get_pool(pool.config.name).evicted_blocks - pool.evicted_blocks
-    return Result(counts, evicted, time.perf_counter() - start_seconds)
+    now = client.get_pool(pool.config.name)
+    evicted, seconds = now.evicted_blocks - pool.evicted_blocks, time.perf_counter() - start_seconds
+    return Result(counts, evicted, seconds, host_figures(pool, now))
 
 
 def play_prompts(session: Session, trace: Iterable[TraceRequest], advance: Callable[[], object]) -> Counts:

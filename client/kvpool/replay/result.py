@@ -1,6 +1,17 @@
 """Counts of a replay."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Final
+
+from kvpool.client import PoolInfo
+
+_HOST_ROWS: Final = {
+    "host_hit_tokens": "hit tokens in host memory",
+    "copied_out_blocks": "blocks copied to host memory",
+    "copied_in_blocks": "blocks copied from host memory",
+    "lost_blocks": "blocks evicted before a copy",
+}
+"""Figures of host memory by their names in JSON, as people read them."""
 
 
 @dataclass(slots=True)
@@ -48,11 +59,13 @@ class Result:
         counts: The sum of all schedulers.
         evicted_blocks: Cached blocks that the pool evicted during the replay.
         seconds: Its duration.
+        host: Figures of host memory, by name; none without host memory.
     """
 
     counts: Counts
     evicted_blocks: int
     seconds: float
+    host: dict[str, int] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, object]:
         """Returns the JSON object of `--json`."""
@@ -60,6 +73,7 @@ class Result:
             **asdict(self.counts),
             "hit_rate": self.counts.hit_rate,
             "evicted_blocks": self.evicted_blocks,
+            **self.host,
             "seconds": self.seconds,
             "steps_per_second": self.counts.steps / self.seconds if self.seconds else 0.0,
         }
@@ -74,6 +88,7 @@ class Result:
             ("hit rate", f"{counts.hit_rate:.2%}"),
             ("evictions", f"{self.evicted_blocks:,} blocks"),
         ]
+        rows += [(_HOST_ROWS[name], f"{figure:,}") for name, figure in self.host.items()]
         if counts.output_tokens:
             shared = counts.shared_hit_tokens / counts.input_tokens if counts.input_tokens else 0.0
             rows += [
@@ -85,3 +100,13 @@ class Result:
             rows.append(("requests that do not fit the pool", f"{counts.rejected_requests:,}"))
         rows += [("steps per second", f"{counts.steps / self.seconds:,.0f}"), ("seconds", f"{self.seconds:.1f}")]
         return rows
+
+
+def host_figures(before: PoolInfo, now: PoolInfo) -> dict[str, int]:
+    """Returns how the figures of a pool's host memory have changed, by name; none without host memory."""
+    if not now.HasField("host_memory"):
+        return {}
+    hits = now.prefix_cache.host_hits_tokens - before.prefix_cache.host_hits_tokens
+    copies = (name for name in _HOST_ROWS if name.endswith("_blocks"))
+    changes = {name: getattr(now.host_memory, name) - getattr(before.host_memory, name) for name in copies}
+    return {"host_hit_tokens": hits, **changes}

@@ -29,7 +29,7 @@ class _BlockStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BlockState
     BLOCK_STATE_UNSPECIFIED: _BlockState.ValueType  # 0
     """In a request: any state. Never returned."""
     BLOCK_STATE_USED: _BlockState.ValueType  # 1
-    """Requests hold the block, or it is a sink block."""
+    """Requests hold the block, or it is a sink block. In host memory: a copy may be reading or writing it."""
     BLOCK_STATE_CACHED: _BlockState.ValueType  # 2
     """No request holds the block. Its contents can be hit until it is allocated again."""
     BLOCK_STATE_FREE: _BlockState.ValueType  # 3
@@ -41,7 +41,7 @@ class BlockState(_BlockState, metaclass=_BlockStateEnumTypeWrapper):
 BLOCK_STATE_UNSPECIFIED: BlockState.ValueType  # 0
 """In a request: any state. Never returned."""
 BLOCK_STATE_USED: BlockState.ValueType  # 1
-"""Requests hold the block, or it is a sink block."""
+"""Requests hold the block, or it is a sink block. In host memory: a copy may be reading or writing it."""
 BLOCK_STATE_CACHED: BlockState.ValueType  # 2
 """No request holds the block. Its contents can be hit until it is allocated again."""
 BLOCK_STATE_FREE: BlockState.ValueType  # 3
@@ -245,20 +245,23 @@ class BlockInfo(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     SESSION_NUMBER_FIELD_NUMBER: _builtins.int
     PENDING_FIELD_NUMBER: _builtins.int
+    IN_HOST_MEMORY_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
     """Id of the block."""
     state: Global___BlockState.ValueType
     """Use of the block."""
     ref_cnt: _builtins.int
-    """Number of block tables that contain it; 1 for a sink block."""
+    """Number of block tables that contain it; 1 for a sink block. In host memory: number of copies that may use it."""
     block_hash: _builtins.bytes
     """Hash of its contents. Empty: they cannot be hit, and group_id, session_number and pending have no meaning."""
     group_id: _builtins.int
     """Group of its contents."""
     session_number: _builtins.int
-    """Number, at that time, of the session that filled it. The session may have ended since."""
+    """Number, at that time, of the session that filled it or copied it to host memory. The session may have ended since."""
     pending: _builtins.bool
     """Whether the session that filled it has not yet reported the execution of the step. Other sessions cannot hit it."""
+    in_host_memory: _builtins.bool
+    """Whether it is a block of host memory."""
     def __init__(
         self,
         *,
@@ -269,10 +272,11 @@ class BlockInfo(_message.Message):
         group_id: _builtins.int = ...,
         session_number: _builtins.int = ...,
         pending: _builtins.bool = ...,
+        in_host_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "group_id", b"group_id", "pending", b"pending", "ref_cnt", b"ref_cnt", "session_number", b"session_number", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hash", b"block_hash", "block_id", b"block_id", "group_id", b"group_id", "in_host_memory", b"in_host_memory", "pending", b"pending", "ref_cnt", b"ref_cnt", "session_number", b"session_number", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,7 +298,7 @@ class ScopeInfo(_message.Message):
     has_namespace: _builtins.bool
     """Whether its sessions have a namespace, which follows from the salt of their token."""
     cached_blocks: _builtins.int
-    """Number of its blocks that can be hit."""
+    """Number of its blocks that can be hit, those in host memory included."""
     sessions: _builtins.int
     """Number of its open sessions."""
     is_own: _builtins.bool
@@ -748,8 +752,11 @@ class ExplainPromptResponse(_message.Message):
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
     MISS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
     hit_tokens: _builtins.int
     """Tokens of the hit, which all groups can serve."""
+    host_tokens: _builtins.int
+    """Tokens of the hit in blocks of host memory, which an admission copies, of the group with most of them."""
     @_builtins.property
     def miss(self) -> Global___Miss:
         """Where and why the look-up ended early. Absent: it found all that it could."""
@@ -764,10 +771,11 @@ class ExplainPromptResponse(_message.Message):
         hit_tokens: _builtins.int = ...,
         miss: Global___Miss | None = ...,
         groups: _abc.Iterable[Global___GroupEnd] | None = ...,
+        host_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["miss", b"miss"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "hit_tokens", b"hit_tokens", "miss", b"miss"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "hit_tokens", b"hit_tokens", "host_tokens", b"host_tokens", "miss", b"miss"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

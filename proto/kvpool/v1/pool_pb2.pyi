@@ -85,7 +85,7 @@ class _MissReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_MissReason
     MISS_REASON_UNSEEN: _MissReason.ValueType  # 1
     """The block was never cached, or it was evicted or reset too long ago to be known."""
     MISS_REASON_EVICTED: _MissReason.ValueType  # 2
-    """The block was evicted lately: by an allocation, or by a call that evicts blocks."""
+    """The block was evicted lately: by an allocation, or by a call that evicts blocks. No tier has it."""
     MISS_REASON_RESET: _MissReason.ValueType  # 3
     """The block was cached before the most recent reset, or before the current epoch began."""
     MISS_REASON_OTHER_SCOPE: _MissReason.ValueType  # 4
@@ -111,7 +111,7 @@ MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
 MISS_REASON_UNSEEN: MissReason.ValueType  # 1
 """The block was never cached, or it was evicted or reset too long ago to be known."""
 MISS_REASON_EVICTED: MissReason.ValueType  # 2
-"""The block was evicted lately: by an allocation, or by a call that evicts blocks."""
+"""The block was evicted lately: by an allocation, or by a call that evicts blocks. No tier has it."""
 MISS_REASON_RESET: MissReason.ValueType  # 3
 """The block was cached before the most recent reset, or before the current epoch began."""
 MISS_REASON_OTHER_SCOPE: MissReason.ValueType  # 4

@@ -175,6 +175,7 @@ def block_info(pool: KVCacheManager, block_id: BlockId) -> admin_pb2.BlockInfo:
         block_id=block_id,
         state=_BLOCK_STATES.number(state_of(pool, block_id)),
         ref_cnt=pool.blocks.ref_cnt(block_id),
+        in_host_memory=block_id >= pool.config.num_blocks,
     )
     if block_hash is not None:
         info.block_hash = block_hash
@@ -242,7 +243,8 @@ def _unexecuted(pool: KVCacheManager) -> list[admin_pb2.UnexecutedBlocks]:
 
 def prompt_end_info(end: PromptEnd) -> admin_pb2.ExplainPromptResponse:
     """Describes where a look-up ends."""
-    info = admin_pb2.ExplainPromptResponse(hit_tokens=end.hit_tokens, groups=map(_group_end, end.groups))
+    groups = map(_group_end, end.groups)
+    info = admin_pb2.ExplainPromptResponse(hit_tokens=end.hit_tokens, groups=groups, host_tokens=end.host_tokens)
     if end.miss:
         group_id, reason, num_tokens = end.miss
         miss = admin_pb2.Miss(group_id=group_id, reason=_MISS_REASONS.number(reason), num_tokens=num_tokens)

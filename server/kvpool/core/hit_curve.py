@@ -14,6 +14,9 @@
 4. It is a statistic: nothing depends on it. It is not in snapshots, so a server that restarts, and a primary that has
    loaded a snapshot, start again at 0. Equal steps on a new pool with an equal key give equal figures.
 
+In a pool with host memory all sizes are of both tiers together: two tiers hit nearly what one of their sum would, as
+the second takes what the first evicts.
+
 The model has no copies of blocks, no partial ones, and no blocks that a quota or a step in flight keeps. It is made for
 pools with one group that keeps its blocks. In others a hash stands for blocks that are freed at different times.
 """
@@ -68,7 +71,7 @@ class HitCurve:
     )
 
     def __init__(self, config: PoolConfig, key: bytes = b"") -> None:
-        num_blocks, span_tokens = max(config.num_blocks - 1, 1), config.hash_block_size
+        num_blocks, span_tokens = max(config.num_ids - 1, 1), config.hash_block_size
         rate = min(span_tokens / TOKENS_PER_SAMPLE, MAX_SAMPLED / (MULTIPLES[-1] * num_blocks), 1.0)
         self._threshold = max(int(rate * _RANGE), 1)
         rate = self._threshold / _RANGE

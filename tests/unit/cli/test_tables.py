@@ -9,6 +9,7 @@ from rich.console import Console
 from kvpool.cli import blocks, pools, sessions
 from kvpool.cli.tables import Column, make_table, print_json
 from kvpool.v1.admin_pb2 import BlockInfo, BlockState
+from kvpool.v1.pool_pb2 import HostMemoryInfo, PoolConfig, PrefixCacheCounters
 from support.operator import pool_info, session_info
 
 RowT = TypeVar("RowT")
@@ -46,6 +47,14 @@ def test_the_pool_table_has_a_column_for_quarantined_blocks_if_there_are_any() -
     infos = [pool_info(), pool_info(quarantined_blocks=1234, quarantined_sessions=2)]
     added = pools.pool_columns(infos)[-1]
     assert (added.title, [added.cell(info) for info in infos]) == ("QUARANTINED", ["0", "1,234"])
+
+
+def test_the_pool_table_has_columns_for_host_memory_if_a_pool_has_some() -> None:
+    config, hits = PoolConfig(num_host_blocks=1000), PrefixCacheCounters(hits_tokens=30, host_hits_tokens=10)
+    host = pool_info(config=config, host_memory=HostMemoryInfo(cached_blocks=400), prefix_cache=hits)
+    infos = [pool_info(), pool_info(config=config, host_memory=HostMemoryInfo()), host]
+    found = {column.title: [column.cell(info) for info in infos] for column in pools.pool_columns(infos)[-2:]}
+    assert found == {"HOST CACHED": ["-", "0 of 1,000", "400 of 1,000"], "OF HITS": ["-", "-", "33.3%"]}
 
 
 def test_a_forming_pool_has_no_blocks_and_zero_ratios() -> None:

@@ -23,7 +23,9 @@ from kvpool.v1.pool_pb2 import (
     RANK_STATE_READY,
     RANK_STATE_SILENT,
     ActivityCounters,
+    HostMemoryInfo,
     MappingProcess,
+    PoolConfig,
     PrefixCacheCounters,
 )
 from support.operator import pool_info, sample, session_info
@@ -78,6 +80,23 @@ def test_a_pool_and_its_session_on_eighty_columns() -> None:
         "  NO. POOL CLIENT                         RUN  WAIT  BLOCKS STEP/S    AGE   IDLE",
         "    1 m    scheduler                        3     2      40     50  1m40s    now",
     ]
+
+
+def test_a_pool_with_host_memory_has_a_fourth_line() -> None:
+    config, hits = (
+        PoolConfig(name="m", num_blocks=101, num_host_blocks=400),
+        PrefixCacheCounters(hits_tokens=90, preempted_hits_tokens=10, host_hits_tokens=35),
+    )
+    hosts = [
+        pool_info(config=config, prefix_cache=hits, host_memory=HostMemoryInfo(cached_blocks=120, **copied))
+        for copied in ({}, {"copied_out_blocks": 2400, "copied_in_blocks": 6})
+    ]
+    now = top_sample.since(sample(hosts[0], taken_seconds=98.0), sample(hosts[1], taken_seconds=100.0))
+    assert shown(Screen(80), now)[6:] == [
+        "  host memory: 120 of 400 blocks cached, 35.0% of hits,  1.2k out/s     3 in/s"
+    ]
+    assert shown(Screen(80, 6), now)[-1].startswith("  100 blocks, 1 session")
+    assert now.rates["m"]["copied_in"] == 3.0
 
 
 def test_ascii_only_screens() -> None:

@@ -154,6 +154,15 @@ def test_estimates_are_within_two_points_of_the_exact_curve_on_average() -> None
         assert estimates == pytest.approx([change] * len(curves), abs=0.04)
 
 
+def test_sizes_of_a_pool_with_host_memory_are_of_both_tiers() -> None:
+    one, two = HitCurve(config(101, ALL)), HitCurve(config(41, ALL, num_host_blocks=60))
+    for start in (*range(0, 200, 7), *range(0, 200, 11)):
+        for curve in (one, two):
+            curve.record_lookup(FIRST, hashes(*range(start, start + 20)), None)
+    assert sum(one.found_tokens[1:4]) > 0
+    assert one.found_tokens == two.found_tokens
+
+
 def test_pools_for_which_there_is_no_estimate() -> None:
     assert not HitCurve.for_pool(config(9, 4, [SlidingWindowSpec(4, sliding_window=8)]))
     assert not HitCurve.for_pool(config(9, enable_caching=False))

@@ -4,9 +4,10 @@ from kvpool.core.ids import BlockId
 from kvpool.core.specs.kinds import FullAttentionSpec, SlidingWindowSpec
 from kvpool.core.steps.columns import Operation
 from kvpool.core.views.inspection import block_holders
+from kvpool.core.views.misses import explain_prompt
 from kvpool.v1 import admin_pb2
 from kvpool.wire import picture
-from support.core import World
+from support.core import World, block_hashes
 
 
 def test_a_session_is_described_with_the_blocks_of_each_group() -> None:
@@ -71,3 +72,34 @@ def test_a_block_is_described_with_its_state_and_its_contents() -> None:
     assert [(b.session_number, b.ref_cnt, len(b.block_hash)) for b in pending] == [(other.session_number, 1, 32)] * 2
     assert {b.state for b in pending} == {admin_pb2.BLOCK_STATE_USED}
     assert not any(b.block_hash for b in infos if b.state == admin_pb2.BLOCK_STATE_FREE)
+
+
+def test_a_block_of_host_memory_is_described_with_the_session_that_copies_it() -> None:
+    world = World(18, num_host_blocks=32)
+    session = world.open()
+    world.admit(session, 1, "abcd", 16)
+    world.run(session, Operation.FREE, request_numbers=[1], executed=1)
+    world.admit(session, 2, "efgh", 16, executed=2)
+    for state, ref_cnt, pending in (("USED", 1, True), ("CACHED", 0, False)):
+        info = picture.block_info(world.pool, BlockId(18))
+        assert admin_pb2.BlockState.Name(info.state) == f"BLOCK_STATE_{state}"
+        assert (info.in_host_memory, info.ref_cnt, info.pending, info.session_number) == (True, ref_cnt, pending, 1)
+        assert info.block_hash == picture.block_info(world.pool, BlockId(4)).block_hash
+        world.executed(session)
+    assert not picture.block_info(world.pool, BlockId(17)).in_host_memory
+
+
+def test_the_end_of_a_prompt_says_what_is_in_host_memory_and_which_session_copies_what_is_missing() -> None:
+    world = World(18, num_host_blocks=32)
+    session, other = world.open(), world.open()
+    world.admit(session, 1, "abcd", 16)
+    world.run(session, Operation.FREE, request_numbers=[1], executed=1)
+    world.admit(session, 2, "efgh", 16, executed=2)  # copies the blocks of the first
+    world.admit(session, 3, "ijklmnopqr", 40)  # takes block 4
+    ends = []
+    for _ in range(2):
+        end = explain_prompt(world.pool, other, 17, block_hashes("abcd", 4))
+        ends.append(picture.prompt_end_info(end))
+        world.executed(session)
+    assert [(end.hit_tokens, end.host_tokens) for end in ends] == [(12, 0), (16, 4)]
+    assert ends[0].groups[0].filling_session_number == session.session_number

@@ -9,8 +9,8 @@
 3. Demotion is cleaning: the server orders copies of cached blocks that are free and will be allocated soon. So no
    allocation waits for a copy; the eviction of a clean block only changes the map. What an allocation takes before it
    is clean is lost to the pool. Pending blocks are not cleaned, as it is not certain that they are computed.
-4. No session finds the target of such a copy until the step that makes it is reported as executed, so that the death
-   of an engine leaves no wrong block. Until then it is pending, under a number that is no session's (`copier`).
+4. No session finds the target of such a copy until its step is reported as executed, so that the death of an
+   engine leaves no wrong block. Until then it is pending, under a number that is no session's (`copier`).
 5. The source stays free. The steps of the session that copies it run in order, so this session can take it. If another
    session takes it before the step is executed, the contents of the target are uncertain, and it loses its hash.
 6. Promotion: an admission takes blocks of the first tier for those of its hit that are here, and orders the copies.
@@ -24,16 +24,14 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Final
+from typing import Final, Protocol
 
 from kvpool.core import ids
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
+from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.ids import BlockId, SessionNumber
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import HostCounters
-
-if TYPE_CHECKING:
-    from kvpool.core.blocks.block_pool import BlockPool
 
 MAX_CLEANED: Final = 256
 """Maximum number of blocks that one step copies to host memory."""
@@ -42,6 +40,28 @@ _AHEAD_SHARE: Final = 8
 _AHEAD_STEPS: Final = 4
 _MAX_AHEAD: Final = 4096
 """The next blocks that are kept clean: this share of the pool, as a divisor, or what so many large steps take."""
+
+
+class FirstTier(Protocol):
+    """What this tier uses of the `BlockPool` that it belongs to."""
+
+    free_list: FreeList
+    prefix_map: PrefixMap
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks of the first tier."""
+
+    def remove_hashes(self, cached: Sequence[BlockId]) -> None:
+        """Removes the hashes of blocks that have one."""
+
+    def copy_hashes(
+        self, source: BlockId, target: BlockId, session_number: SessionNumber, sequence: ids.StepNumber
+    ) -> None:
+        """Gives the hashes of one block to another, too, which step `sequence` fills with the same contents."""
+
+    def record_copied(self, block_ids: Iterable[BlockId]) -> None:
+        """Records the events of blocks that were copied."""
 
 
 def copier(session_number: SessionNumber) -> SessionNumber:
@@ -98,7 +118,7 @@ class HostTier:
         counters: What was copied and lost.
     """
 
-    def __init__(self, config: PoolConfig, first: "BlockPool") -> None:
+    def __init__(self, config: PoolConfig, first: FirstTier) -> None:
         self.num_blocks = config.num_host_blocks
         self.num_cached = [0] * len(config.groups)
         self.counters = HostCounters()
@@ -122,6 +142,12 @@ class HostTier:
     def uses(self) -> list[HostUse]:
         """The copies that may be under way."""
         return [use for uses in self._uses.values() for use in uses]
+
+    @property
+    def num_pending(self) -> int:
+        """Number of targets of copies that are not reported as executed. O(steps in flight)."""
+        pending = self._first.prefix_map.pending
+        return sum(sum(pending.num_by_step(copier(number)).values()) for number in self._uses)
 
     def contains(self, block_id: BlockId) -> bool:
         """Whether a block is of this tier."""

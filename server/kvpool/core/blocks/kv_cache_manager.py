@@ -20,7 +20,7 @@ from kvpool.core import ids
 from kvpool.core.block_lifetimes import BlockLifetimes
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.group_manager import GroupManager
-from kvpool.core.blocks.host_tier import HostTier, copier
+from kvpool.core.blocks.host_tier import copier
 from kvpool.core.blocks.integrity import check_blocks, uses_by, waiting_for_steps
 from kvpool.core.blocks.prefix_search import ComputedBlocks, PrefixSearch, SearchEnd
 from kvpool.core.blocks.quota import Quotas
@@ -667,8 +667,11 @@ class KVCacheManager:
         else:
             prefix_map.pending.hide(request.session_number, found)
 
-    def _num_host_tokens(self, host: HostTier, computed: ComputedBlocks) -> int:
-        """Tokens of a hit in blocks of host memory, in the group that has most of them there."""
+    def num_host_tokens(self, computed: ComputedBlocks) -> int:
+        """Tokens of a hit in blocks of host memory, in the group that has most of them there; 0 without host memory."""
+        host = self.blocks.host
+        if not host:
+            return 0
         counts = (
             len(host.places(computed.block_ids[each.group_id])) * each.span_tokens for each in self._caching_managers
         )
@@ -692,7 +695,7 @@ class KVCacheManager:
                 self.hit_curve.record_lookup(request.first_map, request.sampled, last)
         stats.shared_hits_tokens += computed.num_shared_tokens
         if self.blocks.host:
-            stats.host_hits_tokens += self._num_host_tokens(self.blocks.host, computed)
+            stats.host_hits_tokens += self.num_host_tokens(computed)
         if computed.miss:
             group_id, reason, num_missed_tokens = computed.miss
             self.blocks.group_counters[group_id].count_miss(reason, num_missed_tokens)

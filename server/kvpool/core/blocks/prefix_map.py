@@ -230,8 +230,8 @@ class PrefixMap:
         return MapId(self._map_ids[block_id])
 
     def session_number(self, block_id: BlockId) -> SessionNumber:
-        """Session that filled a block with a hash, by the number that it had when the block was published."""
-        return self._session_numbers[block_id]
+        """Session that filled or copied a block with a hash, by the number that it had when the block was published."""
+        return SessionNumber(abs(self._session_numbers[block_id]))  # negative of a pending copy, see `copier`
 
     def set_writer(self, block_id: BlockId, session_number: SessionNumber) -> None:
         """Records which session filled a block that is not pending."""
@@ -441,7 +441,8 @@ class PrefixMap:
                     del self._duplicates[map_id][block_hash]
             else:
                 del self._by_hash[map_id][block_hash]
-                if sequence is None or sequence == NEVER:
+                # A copy to host memory that was not executed has the contents of a block that was computed.
+                if sequence is None or sequence == NEVER or self._session_numbers[block_id] < 0:
                     self.evicted.for_new(1)[map_id][block_hash] = None
         self._block_hashes[block_id] = None
         self._num_cached[map_id] -= 1

@@ -1,4 +1,4 @@
-"""A map of all blocks of a pool in at most `MAX_CELLS` cells, each a run of blocks. Read-only.
+"""A map of the blocks of a pool's first tier in at most `MAX_CELLS` cells, each a run of blocks. Read-only.
 
 1. The work for a map is bounded: of a large pool, each cell is estimated from some of its blocks, evenly spaced. The
    exact sums are in `PoolInfo`.

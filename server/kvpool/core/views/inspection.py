@@ -141,7 +141,7 @@ def page_of_requests(sessions: Sequence[Session], page: Page) -> tuple[list[Requ
 
 
 def page_of_blocks(pool: KVCacheManager, state: BlockState | None, page: Page) -> tuple[list[BlockId], str]:
-    """Returns a page of blocks by id, filtered by state if one is given. Scans at most 4,096 blocks.
+    """Returns a page of blocks of both tiers by id, filtered by state if one is given. Scans at most 4,096 blocks.
 
     Returns:
         The blocks, and the token of the next page; empty on the last page.
@@ -149,16 +149,16 @@ def page_of_blocks(pool: KVCacheManager, state: BlockState | None, page: Page) -
     Raises:
         InvalidArgumentError: The token is malformed.
     """
-    num_blocks = pool.blocks.num_blocks
+    num_ids = pool.config.num_ids
     start = page.after_number + 1
-    end = min(start + MAX_SCANNED_BLOCKS, num_blocks)
+    end = min(start + MAX_SCANNED_BLOCKS, num_ids)
     listed: list[BlockId] = []
     for block_id in map(BlockId, range(start, end)):
         if len(listed) == page.size:
             return listed, str(block_id - 1)
         if state is None or state_of(pool, block_id) is state:
             listed.append(block_id)
-    return listed, str(end - 1) if end < num_blocks else ""
+    return listed, str(end - 1) if end < num_ids else ""
 
 
 def state_of(pool: KVCacheManager, block_id: BlockId) -> BlockState:

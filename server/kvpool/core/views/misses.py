@@ -51,11 +51,13 @@ class PromptEnd:
         hit_tokens: Tokens of the hit.
         miss: Where and why the look-up ended early; None if it did not.
         groups: Where it ends in each group alone.
+        host_tokens: Those of the hit in host memory, which an admission would copy.
     """
 
     hit_tokens: int
     miss: Miss | None
     groups: tuple[GroupEnd, ...]
+    host_tokens: int
 
 
 def explain_prompt(pool: KVCacheManager, session: Session | None, num_tokens: int, block_hashes: bytes) -> PromptEnd:
@@ -91,7 +93,7 @@ def explain_prompt(pool: KVCacheManager, session: Session | None, num_tokens: in
     longest = max((end.num_tokens for end in ends if end.manager.spec.keeps_all), default=0)
     scope = session.scope if session else FIRST_SCOPE
     groups = tuple(_group_end(pool, request, scope, end, longest) for end in ends)
-    return PromptEnd(computed.num_tokens, computed.miss, groups)
+    return PromptEnd(computed.num_tokens, computed.miss, groups, pool.num_host_tokens(computed))
 
 
 def _group_end(pool: KVCacheManager, request: Request, scope: Scope, end: SearchEnd, longest: int) -> GroupEnd:

@@ -151,7 +151,7 @@ class StatusCollector:
             "info": info,
             "is_lent": bool(membership and membership.is_lent),
             "free_cached_blocks": min(cached.get(name, 0), info.free_blocks),
-            "pending_blocks": len(pools.get(name).blocks.prefix_map.pending.steps) if name in pools else 0,
+            "pending_blocks": _num_pending(pools.get(name)) if name in pools else 0,
         }
 
     def _sessions_json(self, names: list[PoolName]) -> dict[str, Any]:
@@ -213,3 +213,9 @@ class StatusCollector:
             "num_pools": len(self._names()),
             "cost_seconds": round(self._cost_seconds, 6),
         }
+
+
+def _num_pending(pool: KVCacheManager) -> int:
+    """Number of blocks of the first tier that only the session that fills them can hit."""
+    host = pool.blocks.host
+    return len(pool.blocks.prefix_map.pending.steps) - (host.num_pending if host else 0)

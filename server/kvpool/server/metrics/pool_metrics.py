@@ -119,6 +119,33 @@ _POOL: Final[dict[str, Row[PoolInfo]]] = {
     ),
 }
 
+_HOST: Final[dict[str, Row[PoolInfo]]] = {
+    "kvpool_prefix_cache_host_hit_tokens_total": Row(
+        "Tokens found in host memory, those of preempted requests included; part of all tokens found.",
+        "prefix_cache.host_hits_tokens",
+    ),
+    "kvpool_host_blocks": Row("Blocks of host memory, the second tier.", "config.num_host_blocks"),
+    "kvpool_host_cached_blocks": Row(
+        "Blocks of host memory that prefix look-ups can find, also those whose contents the first tier has.",
+        "host_memory.cached_blocks",
+    ),
+    "kvpool_host_used_blocks": Row(
+        "Blocks of host memory that copies may be reading or writing.", "host_memory.used_blocks"
+    ),
+    "kvpool_host_copied_out_blocks_total": Row("Blocks copied to host memory.", "host_memory.copied_out_blocks"),
+    "kvpool_host_copied_in_blocks_total": Row(
+        "Blocks copied from host memory, for hits.", "host_memory.copied_in_blocks"
+    ),
+    "kvpool_host_evicted_blocks_total": Row(
+        "Cached blocks of host memory that others replaced.", "host_memory.evicted_blocks"
+    ),
+    "kvpool_host_lost_blocks_total": Row(
+        "Cached blocks of the first tier that allocations evicted before they were copied to host memory.",
+        "host_memory.lost_blocks",
+    ),
+}
+"""Only of pools with host memory."""
+
 _LABELLED: Final = {
     "kvpool_pool_state": _LabelledRow(
         "state",
@@ -223,6 +250,7 @@ def pool_metrics(pools: Sequence[PoolSample]) -> Iterator[Metric]:
     """Makes the metric families, each with the samples of all pools."""
     infos = [((pool.info.config.name,), pool.info) for pool in pools]
     yield from families(_POOL, ("pool",), infos)
+    yield from families(_HOST, ("pool",), [each for each in infos if each[1].HasField("host_memory")])
     groups = [((*name, str(i), group.kind), group) for name, info in infos for i, group in enumerate(info.groups)]
     yield from families(_GROUP, ("pool", "group", "kind"), groups)
     misses = [((*labels, _MISS_REASONS[miss.reason]), miss) for labels, group in groups for miss in _all_misses(group)]

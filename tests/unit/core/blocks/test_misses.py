@@ -77,6 +77,29 @@ def test_a_block_that_an_allocation_took_is_evicted(specs: Any) -> None:
     assert set(new_misses(world, session, "abc")) == {(0, MissReason.EVICTED)}
 
 
+def test_a_block_of_two_tiers_is_evicted_when_it_has_left_both() -> None:
+    world, session = opened(18, num_host_blocks=16)
+    cached(world, session, "abcd")
+    for number, content in enumerate(("efghi", "jklmn", "opqrs"), 2):  # they take the blocks of "abcd"
+        cached(world, session, content, number)
+    assert world.pool.blocks.num_evicted == 3
+    assert new_misses(world, session, "abcd") == {}
+    for number, content in enumerate(("tuvwx", "yzABC", "DEFGH"), 5):
+        cached(world, session, content, number)
+    assert new_misses(world, session, "abcd") == {(0, MissReason.EVICTED): (1, 16)}
+
+
+def test_a_block_is_evicted_when_another_session_takes_it_before_its_copy_was_executed() -> None:
+    world, session = opened(18, num_host_blocks=32)
+    other = world.open()
+    cached(world, session, "abcd")
+    world.admit(session, 2, "efgh", 16, executed=session.sequence)
+    world.admit(other, 1, "123456789", 36)  # takes the blocks that are empty
+    assert new_misses(world, other, "abcd") == {}
+    world.admit(other, 2, "AB", 8)
+    assert new_misses(world, other, "abcd") == {(0, MissReason.EVICTED): (1, 8)}
+
+
 def test_a_block_that_a_client_evicted_is_evicted(world: World, session: Session) -> None:
     cached(world, session, "abc")
     world.run(session, Operation.EVICT, num_block_ids=[1], block_ids=[2])

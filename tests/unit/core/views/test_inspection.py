@@ -94,6 +94,22 @@ def test_blocks_are_listed_by_state(world: World) -> None:
         assert [block for page in pages for block in page] == blocks
 
 
+def test_blocks_of_host_memory_follow_the_others() -> None:
+    world = World(18, num_host_blocks=32)
+    session = world.open()
+    world.admit(session, 1, "abcd", 16)
+    world.run(session, Operation.FREE, request_numbers=[1], executed=1)
+    world.admit(session, 2, "efgh", 16, executed=2)  # copies the blocks of the first
+    for state, blocks in ((BlockState.USED, 4), (BlockState.CACHED, 0), (BlockState.FREE, 28)):
+        pages = all_pages(lambda page, state=state: inspection.page_of_blocks(world.pool, state, page), 7)  # type: ignore[misc]
+        listed = [block for page in pages for block in page]
+        assert len([block for block in listed if block >= 18]) == blocks
+    (all_blocks,) = all_pages(lambda page: inspection.page_of_blocks(world.pool, None, page))
+    assert all_blocks == list(range(1, 50))
+    world.executed(session)
+    assert inspection.page_of_blocks(world.pool, BlockState.CACHED, Page.of(0, "17")) == ([18, 19, 20, 21], "")
+
+
 def test_a_page_scans_a_limited_number_of_blocks() -> None:
     looked_at = inspection.MAX_SCANNED_BLOCKS
     world = World(3 * looked_at)

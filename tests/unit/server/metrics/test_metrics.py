@@ -18,7 +18,7 @@ from support.transcripts import check
 
 
 def busy_world() -> World:
-    world = World(12)
+    world = World(12, num_host_blocks=4)
     session = world.open()
     world.admit(session, 1, "ab", 8)
     world.admit(session, 2, "xyz", 12)

@@ -165,6 +165,7 @@ function showPool(shown, { info, free_cached_blocks: freeCached, pending_blocks:
     ["Hit rate", percent(info.recent_hit_rate), "recent"],
     ...sizesOf(name).map(({ size, hit_ratio: ratio }) => [`Hit rate at ${size}x`, percent(ratio), "blocks, in 1 h"]),
     ["Hits of others", percent(sharedHits / Math.max(hits, 1)), "of hits"],
+    ...(info.host_memory ? hostFigures(info, rates) : []),
     ["Evictions", rates ? few.format(rates.evicted) : "–", "per s"],
     ["Allocations", rates ? few.format(rates.allocated) : "–", "per s"],
     ["Refused", number.format(info.activity.refusals), "in all"],
@@ -177,6 +178,16 @@ function showPool(shown, { info, free_cached_blocks: freeCached, pending_blocks:
   showCharts(shown, name, blocks);
 }
 
+// The second tier: what it caches and serves, and the copies there and back.
+function hostFigures({ config, host_memory: host, prefix_cache: cache }, rates) {
+  const hits = Number(cache.hits_tokens) + Number(cache.preempted_hits_tokens);
+  return [
+    ["In host memory", number.format(host.cached_blocks), `of ${number.format(config.num_host_blocks)} blocks`],
+    ["Hits from host", percent(cache.host_hits_tokens / Math.max(hits, 1)), "of hits"],
+    ["Host copies", rates ? few.format(rates.copied) : "–", "per s"],
+  ];
+}
+
 // Hit rates in pools of other sizes over the last hour; none before look-ups, or without an estimate.
 function sizesOf(pool) {
   const history = data.history?.pools.find((each) => each.pool === pool);
@@ -186,11 +197,12 @@ function sizesOf(pool) {
 // Rates between the last two copies; null before the second one.
 function ratesOf(shown, info) {
   const taken = data.server.taken_seconds;
-  const now = { taken, evicted: info.evicted_blocks, allocated: info.activity.allocations };
+  const { copied_out_blocks: out = 0, copied_in_blocks: back = 0 } = info.host_memory ?? {};
+  const now = { taken, evicted: info.evicted_blocks, allocated: info.activity.allocations, copied: Number(out) + Number(back) };
   if (shown.before && taken > shown.before.taken) {
     const seconds = taken - shown.before.taken;
     const rate = (name) => Math.max(now[name] - shown.before[name], 0) / seconds;
-    shown.rates = { evicted: rate("evicted"), allocated: rate("allocated") };
+    shown.rates = { evicted: rate("evicted"), allocated: rate("allocated"), copied: rate("copied") };
   }
   if (!shown.before || taken > shown.before.taken) shown.before = now;
   return shown.rates;
