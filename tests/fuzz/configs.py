@@ -31,7 +31,7 @@ def _config(name: str, num_blocks: int, *specs: KVCacheSpec, **options: object) 
 
 
 CONFIGS: Final[tuple[PoolConfig, ...]] = (
-    _config("p0", 40, FullAttentionSpec(4)),
+    _config("p0", 40, FullAttentionSpec(4), num_host_blocks=30),
     _config(
         "p1",
         48,
@@ -39,6 +39,7 @@ CONFIGS: Final[tuple[PoolConfig, ...]] = (
         SlidingWindowSpec(4, sliding_window=10),
         enable_events=True,
         max_in_flight_tokens=16,
+        num_host_blocks=60,
     ),
     _config("p2", 32, FullAttentionSpec(2), enable_caching=False, allow_too_few_blocks=True),
     _config("p3", 44, MambaSpec(8, num_speculative_blocks=1), FullAttentionSpec(4), reuse_order=ReuseOrder.LRU),

@@ -404,13 +404,13 @@ def keep_copies_of_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED: Final = (
-    (publish_at_once, 77),
-    (reuse_sources, 31),
+    (publish_at_once, 0),
+    (reuse_sources, 0),
     (lose_orders, 0),
     (make_copies_twice, 0),
-    (replace_sources, 2),
-    (forget_what_a_reset_does, 11),
-    (keep_copies_of_the_dead, 177),
+    (replace_sources, 0),
+    (forget_what_a_reset_does, 0),
+    (keep_copies_of_the_dead, 0),
 )
 """Each with a seed that finds it."""
 

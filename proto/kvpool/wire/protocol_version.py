@@ -28,6 +28,17 @@ def check_client(version: int) -> None:
         )
 
 
+def check_stated(version: int, num_host_blocks: int) -> None:
+    """Checks, in a server, that a client of a pool with host memory states its version: it must copy blocks.
+
+    Raises:
+        WrongStateError: It states none.
+    """
+    if num_host_blocks and version == UNSTATED:
+        message = "state it: the engines of a pool with host memory must make the copies that results order"
+        raise WrongStateError("PROTOCOL_VERSION", message, field="protocol_version")
+
+
 def check_server(version: int) -> None:
     """Checks, in a client, the version that a server sent. The client relies on the server's answers.
 

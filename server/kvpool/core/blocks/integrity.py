@@ -31,7 +31,7 @@ def check_blocks(pool: BlockPool, uses: Sequence[tuple[GroupId, BlockId]], block
     Args:
         pool: The blocks of the pool.
         uses: Each use of a block, with its group.
-        blocks: The blocks whose reference counts and hashes are checked, without the null block.
+        blocks: The blocks whose reference counts and hashes are checked, of both tiers, without the null block.
 
     Raises:
         IntegrityError: An invariant is violated; the message names it.
@@ -41,13 +41,13 @@ def check_blocks(pool: BlockPool, uses: Sequence[tuple[GroupId, BlockId]], block
     total = f"{num_free} free + {len(owners)} used + 1 null"
     require(num_free + len(owners) + 1 == pool.num_blocks, f"{total} != {pool.num_blocks}")
     require(free_list.num_in_chunks == num_free, "the free list's length is wrong")
-    for block_id in map(BlockId, blocks):
+    for block_id in map(BlockId, range(blocks.start, min(blocks.stop, pool.num_blocks))):
         count = free_list.ref_cnt(block_id)
         require(count == owners[block_id], f"block {block_id}: ref_cnt {count}, in {owners[block_id]} tables")
         require(bool(count) or free_list.is_in_chunk(block_id), f"block {block_id} is neither free nor used")
         require(pool.prefix_map.leads_back(block_id), f"block {block_id}: its hash does not lead to it")
     if pool.host:
-        _check_host(pool, pool.host)
+        _check_host(pool, pool.host, range(max(blocks.start, pool.num_blocks), blocks.stop))
     shared = sum(1 for count in owners.values() if count > 1)
     require(free_list.num_shared == shared, f"{shared} blocks are shared, {free_list.num_shared} counted")
     used = Counter(group_id for group_id, _ in set(uses))
@@ -56,18 +56,18 @@ def check_blocks(pool: BlockPool, uses: Sequence[tuple[GroupId, BlockId]], block
         require(counted == used[GroupId(i)], f"group {i}: counts {counted} used, not {used[GroupId(i)]}")
 
 
-def _check_host(pool: BlockPool, host: HostTier) -> None:
-    """Checks the counters and the reference counts of the second tier. O(its blocks)."""
+def _check_host(pool: BlockPool, host: HostTier, blocks: range) -> None:
+    """Checks the second tier, and some of its blocks; its counters of cached blocks only with all of them."""
     users = Counter(block_id for use in host.uses for block_id in use.block_ids)
-    host_ids = [BlockId(pool.num_blocks + i) for i in range(host.num_blocks)]
-    hashed = [block_id for block_id in host_ids if pool.block_hash(block_id) is not None]
-    cached = Counter(pool.prefix_map.group_id(block_id) for block_id in hashed)
-    for i, count in enumerate(host.num_cached):
-        require(count == cached[GroupId(i)], f"group {i}: counts {count} cached in host memory")
     require(host.num_free + len(users) == host.num_blocks, "blocks of host memory are neither free nor used")
-    for block_id in host_ids:
+    for block_id in map(BlockId, blocks):
         require(host.ref_cnt(block_id) == users[block_id], f"block {block_id} of host memory: wrong ref_cnt")
         require(pool.prefix_map.leads_back(block_id), f"block {block_id}: its hash does not lead to it")
+    if len(blocks) == host.num_blocks:
+        hashed = pool.prefix_map.hashed_among(map(BlockId, blocks))
+        cached = Counter(map(pool.prefix_map.group_id, hashed))
+        for i, count in enumerate(host.num_cached):
+            require(count == cached[GroupId(i)], f"group {i}: counts {count} cached in host memory")
 
 
 def uses_by(sessions: Iterable[Session]) -> list[tuple[GroupId, BlockId]]:

@@ -638,7 +638,7 @@ class KVCacheManager:
         uses = uses_by([*sessions, *(each.session for each in self.quarantine)])
         uses += waiting_for_steps(self.in_flight, self.quarantine)
         uses += [(manager.group_id, block_id) for manager in self._managers for block_id in manager.sink_blocks]
-        check_blocks(self.blocks, uses, range(1, self.blocks.num_blocks) if blocks is None else blocks)
+        check_blocks(self.blocks, uses, range(1, self.config.num_ids) if blocks is None else blocks)
 
     def evict_pending(self, session_number: SessionNumber) -> None:
         """Evicts the blocks that a session has cached or copied, and not reported as executed."""

@@ -26,7 +26,7 @@ from kvpool.wire import pools as wire_pools
 from kvpool.wire import sessions as wire_sessions
 from kvpool.wire import steps as wire_steps
 from kvpool.wire.changes import Change, UnaryChange, change_bytes, step_from_change
-from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client
+from kvpool.wire.protocol_version import PROTOCOL_VERSION, check_client, check_stated
 
 
 class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
@@ -74,6 +74,8 @@ class AllocatorService(allocator_pb2_grpc.AllocatorServiceServicer):
         opened, now_seconds = self._parts.sessions.opened_by(request.open_key, owner)
         if opened is None:  # a retry is always answered
             self._parts.pools.check_formed(request.pool_name)
+            num_host_blocks = self._parts.state.pools.get(request.pool_name).config.num_host_blocks
+            check_stated(request.protocol_version, num_host_blocks)
             self._parts.sessions.check_can_open(request.pool_name, owner)
             lease_seconds = self._parts.config.leases.choose(request.lease_seconds)
             quota = self._parts.config.limits.quota(request.min_blocks, request.max_blocks)

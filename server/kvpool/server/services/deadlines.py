@@ -36,8 +36,8 @@ async def watch_integrity(parts: Components) -> None:
             name, now = pool.config.name, (pool.epoch, pool.activity.steps)
             then, first = before.get(name, (None, 1))
             if then == now and _num_uses(pool) <= _MAX_USES:
-                blocks = range(first, min(first + _CHECKED_BLOCKS, pool.blocks.num_blocks))
-                first = 1 if blocks.stop == pool.blocks.num_blocks else blocks.stop
+                blocks = range(first, min(first + _CHECKED_BLOCKS, pool.config.num_ids))
+                first = 1 if blocks.stop == pool.config.num_ids else blocks.stop
                 try:
                     pool.check_integrity(blocks)
                 except Exception as error:  # noqa: BLE001 - damage may break the check itself; the epoch ends

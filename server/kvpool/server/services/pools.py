@@ -115,8 +115,8 @@ class Pools:
         return self._state.pools.get(name).owner if name in self._state.pools else self.memberships[name].owner
 
     def _num_blocks(self, name: PoolName) -> int:
-        """Blocks that a pool has, or will have when its ranks have allocated them, whichever is more."""
-        present = self._state.pools.get(name).config.num_blocks if name in self._state.pools else 0
+        """Blocks of both tiers that a pool has, or will have when its ranks have allocated them, whichever is more."""
+        present = self._state.pools.get(name).config.num_ids if name in self._state.pools else 0
         membership = self.memberships.get(name)
         return max(present, membership.num_planned_blocks if membership else 0)
 
@@ -130,9 +130,11 @@ class Pools:
         self.check_formed(config.name)
         self.check_limit(config.name, "config.name")
         check_range("config.num_blocks", config.num_blocks, 0, self._config.max_pool_blocks)
+        most_host_blocks = self._config.max_pool_blocks - config.num_blocks
+        check_range("config.num_host_blocks", config.num_host_blocks, 0, most_host_blocks)
         if config.name not in self.memberships and not self._is_declared(config):
             config.check()
-            self.check_num_blocks(config.name, config.num_blocks, token_name(), "config.num_blocks")
+            self.check_num_blocks(config.name, config.num_ids, token_name(), "config.num_blocks")
             self.check_fits_journal(config, "config.num_blocks")
 
     def _is_declared(self, config: PoolConfig) -> bool:

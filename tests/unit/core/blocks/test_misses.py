@@ -93,8 +93,8 @@ def test_a_block_is_evicted_when_another_session_takes_it_before_its_copy_was_ex
     world, session = opened(18, num_host_blocks=32)
     other = world.open()
     cached(world, session, "abcd")
-    world.admit(session, 2, "efgh", 16, executed=session.sequence)
-    world.admit(other, 1, "123456789", 36)  # takes the blocks that are empty
+    world.admit(session, 2, "efghi", 20, executed=session.sequence)
+    world.admit(other, 1, "12345678", 32)  # takes the blocks that are empty
     assert new_misses(world, other, "abcd") == {}
     world.admit(other, 2, "AB", 8)
     assert new_misses(world, other, "abcd") == {(0, MissReason.EVICTED): (1, 8)}
