@@ -197,7 +197,7 @@ class FreeList:
         return found
 
     def next_used(self, count: int) -> list[BlockId]:
-        """Those of the next `count` blocks that were ever used, in order, parked ones left out. O(those, skipped ones)."""
+        """Those of the next `count` blocks that were ever used, in order, without parked ones. O(entries so far)."""
         column, found = self._column, list[BlockId]()
         for number, chunk in self._order.items():
             if count <= 0:
