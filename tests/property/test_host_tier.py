@@ -338,6 +338,8 @@ class Engines:
             made.restore(snapshot)
         if not any(each.session.holding for each in self.engines):  # otherwise restored in another order
             assert_alike(self.world.allocator, made)
+            lists = [each.blocks.free_list for state in (self.world.allocator, made) for each in state.pools]
+            assert lists[0].next_used(8) == lists[1].next_used(8)
 
 
 def drive(seed: int, **options: Any) -> HostTier:

@@ -1,6 +1,7 @@
 """Invariants that must hold at every moment, checked on the server's messages and in its memory."""
 
-from collections.abc import Callable, Iterable
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grpc
@@ -75,6 +76,7 @@ class Checks:
         self._ended: dict[str, str] = {}
         self._answers: dict[tuple[str, int], bytes] = {}
         self._last_sequence: dict[str, int] = {}
+        self.num_copies_out = self.num_copies_in = 0
         self.num_answers = 0
         self.num_retries = 0
 
@@ -131,10 +133,16 @@ class Checks:
             self._last_sequence[session_id] = result.sequence
             self._answers[session_id, result.sequence] = encoded
             self.num_answers += 1
+            self._count_copies(result.copied_block_ids)
         elif self._answers.get((session_id, result.sequence)) != encoded:
             self._fail(f"step {result.sequence} after {last} was answered otherwise than before")
         else:
             self.num_retries += 1
+
+    def _count_copies(self, copied: Sequence[int]) -> None:
+        num_out = sum(map(operator.lt, copied[1::3], copied[2::3]))  # host memory has the higher ids
+        self.num_copies_out += num_out
+        self.num_copies_in += len(copied) // 3 - num_out
 
     def ended(self, call: Call, status: Status) -> None:
         """See `Tap`."""
@@ -277,7 +285,7 @@ class Checks:
             if pool.sessions:
                 self._fail(f"{len(pool.sessions)} sessions are open at the end")
             if held_blocks(pool):
-                self._fail(f"{held_blocks(pool)} blocks are lost")
+                self._fail(f"{held_blocks(pool)} blocks are lost, those of copies with host memory included")
 
 
 class _Told:
@@ -293,8 +301,10 @@ class _Told:
 
 
 def held_blocks(pool: KVCacheManager) -> int:
-    """Number of blocks that are neither free nor reserved."""
-    return pool.blocks.num_blocks - 1 - len(pool.sink_blocks) - pool.blocks.num_free_blocks
+    """Number of blocks of both tiers that are neither free nor reserved."""
+    host = pool.blocks.host
+    num_copied = host.num_blocks - host.num_free if host else 0
+    return pool.blocks.num_blocks - 1 - len(pool.sink_blocks) - pool.blocks.num_free_blocks + num_copied
 
 
 def _reason(trailers: Any) -> str:

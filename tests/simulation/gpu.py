@@ -2,7 +2,7 @@
 
 A token's content is a number for the token, all tokens before it, and the weights that computed each. So a slot with
 the right content holds the data that a real model would have written. A state (Mamba) holds the content of the last
-token that updated it.
+token that updated it. Blocks of host memory have such slots, too, which only copies read and write.
 """
 
 from collections.abc import Sequence
@@ -63,13 +63,47 @@ class Computation:
     contents: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What a step does on each rank.
+
+    Attributes:
+        copies: Source and target of the copies that it makes first, in order.
+        computations: Its work for each request.
+    """
+
+    copies: tuple[tuple[int, int], ...]
+    computations: tuple[Computation, ...]
+
+
 class Memory:
-    """The blocks of one rank."""
+    """The blocks of one rank.
+
+    Args:
+        num_blocks: Number of blocks, those of host memory included.
+        groups: The layouts of its groups.
+    """
 
     def __init__(self, num_blocks: int, groups: Sequence[GroupLayout]) -> None:
         self._groups = groups
         slots = max(group.span_tokens for group in groups)
         self._cells = [[0] * slots for _ in range(num_blocks)]
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks, in order."""
+        for source, target in copies:
+            self.begin_copy(source, target)
+            self.end_copy(source, target)
+
+    def begin_copy(self, source: int, target: int) -> None:
+        """Copies the second half of a block. That of a state is empty."""
+        middle = len(self._cells[source]) // 2
+        self._cells[target][middle:] = self._cells[source][middle:]
+
+    def end_copy(self, source: int, target: int) -> None:
+        """Copies the first half of a block."""
+        middle = len(self._cells[source]) // 2
+        self._cells[target][:middle] = self._cells[source][:middle]
 
     def begin(self, work: Sequence[Computation]) -> None:
         """Starts a step: each computation reads its slots, except those that another computation of the step writes.

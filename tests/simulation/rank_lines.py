@@ -5,7 +5,7 @@ from collections import defaultdict
 from random import Random
 
 from kvpool.core.ids import TableLease
-from simulation.gpu import Computation
+from simulation.gpu import StepWork
 from simulation.network import Network, Pipe
 from simulation.rank_process import GpuStep, RankProcess
 from simulation.scheduler_parts import EngineError
@@ -48,11 +48,11 @@ class Lines:
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._has_failed = False
 
-    async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
+    async def run(self, lease: TableLease, work: StepWork) -> None:
         """See `Ranks`."""
         await asyncio.gather(*[self._run_on(rank, lease, work) for rank in self._lines.ranks])
 
-    async def _run_on(self, rank: int, lease: TableLease, work: tuple[Computation, ...]) -> None:
+    async def _run_on(self, rank: int, lease: TableLease, work: StepWork) -> None:
         async with self._turns[rank]:  # steps run in order, as on a device
             refusal = "NOT_READY"
             for _ in range(_TRIES):
@@ -66,7 +66,7 @@ class Lines:
             self._has_failed = True
         raise EngineError(f"rank {rank}: {refusal}")
 
-    async def _try(self, rank: int, lease: TableLease, work: tuple[Computation, ...]) -> str:
+    async def _try(self, rank: int, lease: TableLease, work: StepWork) -> str:
         process = self._process
         target, ranks = self._lines.ranks[rank]
         if process is None or target.is_dead:

@@ -31,7 +31,7 @@ from kvpool.v1 import worker_pb2, worker_pb2_grpc
 from kvpool.wire.address import parse_seeds
 from kvpool.wire.errors import from_rpc_error
 from kvpool.wire.ranks import server_message_from_proto
-from simulation.gpu import Computation, GroupLayout, Memory, Violation
+from simulation.gpu import GroupLayout, Memory, StepWork, Violation
 from simulation.grpc_channel import StreamCall
 from simulation.virtual_loop import Process
 
@@ -43,7 +43,7 @@ class GpuStep:
     """A step sent from a scheduler to the ranks."""
 
     lease: TableLease
-    work: tuple[Computation, ...]
+    work: StepWork
     answer: Callable[[str], None]
     """Sends the response: "" when the step is done, else the reason of the refusal."""
 
@@ -56,6 +56,7 @@ class RankSettings:
     address: str
     registration: Registration
     groups: tuple[GroupLayout, ...]
+    num_host_blocks: int
     random: Random
     fail: Callable[[str], None]
     trace: Callable[..., None]
@@ -99,32 +100,52 @@ class RankProcess:
         """Receives a step of a scheduler process, whose steps run one after the other."""
         if sender not in self._lines:
             self._lines[sender] = asyncio.Queue()
-            asyncio.create_task(self._run_steps(self._lines[sender]))  # noqa: RUF006 - the loop keeps it
+            asyncio.create_task(self._run_steps(sender))  # noqa: RUF006 - the loop keeps it
         self._lines[sender].put_nowait(step)
 
-    async def _run_steps(self, line: "asyncio.Queue[GpuStep]") -> None:
+    async def _run_steps(self, sender: Process) -> None:
         while True:
-            step = await line.get()
-            step.answer(await self._run_step(step))
+            step = await self._lines[sender].get()
+            step.answer(await self._run_step(sender, step))
 
-    async def _run_step(self, step: GpuStep) -> str:
+    async def _run_step(self, sender: Process, step: GpuStep) -> str:
         try:
             ticket = self._fence.step(step.lease)
         except StaleTablesError as error:
             return error.reason
         with ticket:
-            await self._compute(step)
+            memory = self._memory
+            if memory is None:
+                self._settings.fail("a step was let through while there is no memory")
+            elif await self._copy(memory, sender, step):
+                await self._compute(memory, step)
+            else:
+                return "ENDED"
         return ""
 
-    async def _compute(self, step: GpuStep) -> None:
-        memory = self._memory
-        if memory is None:
-            self._settings.fail("a step was let through while there is no memory")
-            return
+    async def _copy(self, memory: Memory, sender: Process, step: GpuStep) -> bool:
+        """Makes the copies of a step; False if its engine ends, like its scheduler or session, in the middle of one."""
+        copies = step.work.copies
+        if copies:
+            at = self._random.randrange(len(copies))
+            memory.copy(copies[:at])
+            memory.begin_copy(*copies[at])
+            # Most are longer than a computation, so that other sessions and faults come in between.
+            await asyncio.sleep(0.3 * self._random.random() ** 2)
+            if sender.is_dead or not self._fence.admits(step.lease):
+                self._settings.trace("rank %d: ends in %s, copy %d", self._settings.registration.rank, copies, at)
+                return False
+            memory.end_copy(*copies[at])
+            memory.copy(copies[at + 1 :])
+        return True
+
+    async def _compute(self, memory: Memory, step: GpuStep) -> None:
+        work = step.work.computations
         try:
-            memory.begin(step.work)
-            await asyncio.sleep(self._duration_seconds())
-            memory.finish(step.work)
+            memory.begin(work)
+            if work:
+                await asyncio.sleep(self._duration_seconds())
+            memory.finish(work)
         except Violation as violation:
             self._settings.fail(f"rank {self._settings.registration.rank}: {violation}")
 
@@ -187,7 +208,7 @@ class RankProcess:
 
     async def _allocate(self, planned: Planned) -> None:
         await asyncio.sleep(self._duration_seconds())
-        self._memory = Memory(planned.config.num_blocks, self._settings.groups)
+        self._memory = Memory(planned.config.num_blocks + self._settings.num_host_blocks, self._settings.groups)
         allocation = Allocation(planned.config, planned.config.num_blocks, 1)
         self._events.put_nowait(partial(self._protocol.allocated, planned, allocation))
 

@@ -39,6 +39,8 @@ class Summary:
     faults: int = 0
     shards: int = 0
     takeovers: int = 0
+    copies_out: int = 0
+    copies_in: int = 0
     virtual_seconds: float = 0.0
     violations: int = 0
 
@@ -73,6 +75,8 @@ def run_batch(seeds: Iterable[int]) -> tuple[Summary, list[tuple[int, str]]]:
         summary.faults += report.num_faults
         summary.shards += report.num_terms > 0
         summary.takeovers += max(report.num_terms - 1, 0)
+        summary.copies_out += report.num_copies_out
+        summary.copies_in += report.num_copies_in
         summary.virtual_seconds += report.virtual_seconds
     gc.collect()
     return summary, found

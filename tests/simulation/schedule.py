@@ -27,7 +27,7 @@ from simulation.rank_process import RankProcess, RankSettings
 from simulation.scheduler_parts import EngineError, SchedulerSettings
 from simulation.scheduler_process import SchedulerProcess
 from simulation.server_process import ServerProcess, ServerSettings, tear_next_write, write_well
-from simulation.stand_ins import stand_ins
+from simulation.stand_ins import host_memory, stand_ins
 from simulation.virtual_loop import Killed, Process, VirtualLoop, current_process
 from simulation.world import DEAD_PEER_SECONDS, POOL, draw_world
 from support.memory_directory import Store
@@ -52,6 +52,8 @@ class Report:
     num_retries: int
     num_faults: int
     num_terms: int
+    num_copies_out: int
+    num_copies_in: int
     virtual_seconds: float
 
 
@@ -102,6 +104,7 @@ class Schedule:
             tempfile.TemporaryDirectory(dir=_MEMORY) as folder,
             self.loop,
             stand_ins(self.loop, self.random, self.wire, self._new_directory, self._exit),
+            host_memory(self.draw.config.num_host_blocks),
         ):
             if self.draw.has_journal:
                 self._folder = Path(folder)
@@ -129,6 +132,8 @@ class Schedule:
             checks.num_retries,
             faults.num_faults,
             checks.num_terms,
+            checks.num_copies_out,
+            checks.num_copies_in,
             loop.now_seconds,
         )
 
@@ -328,6 +333,7 @@ class Schedule:
             self._address,
             self.draw.registration(rank),
             layouts(self.draw.config),
+            self.draw.config.num_host_blocks,
             self.random,
             self.fail,
             self.trace,

@@ -9,7 +9,7 @@ from kvpool.client import aio
 from kvpool.client.request import Request
 from kvpool.core.errors import KvpoolError
 from kvpool.core.ids import TableLease
-from simulation.gpu import Computation, extend_contents
+from simulation.gpu import Computation, StepWork, extend_contents
 
 
 class EngineError(Exception):
@@ -69,7 +69,7 @@ class Running:
 class Ranks(Protocol):
     """Sends steps to the ranks."""
 
-    async def run(self, lease: TableLease, work: tuple[Computation, ...]) -> None:
+    async def run(self, lease: TableLease, work: StepWork) -> None:
         """Runs a step on all ranks.
 
         Raises:

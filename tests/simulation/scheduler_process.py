@@ -6,6 +6,8 @@
 2. An uncertain change is settled before the next request.
 3. When a rank is lost during a step, or the session has ended, the scheduler restarts its jobs. It closes a session
    only if no step of it can be running.
+4. The copies of blocks that a step's answer orders are on their way to the ranks before the next step is sent: with the
+   computations of the round, or without any. Those of a session that has ended are dropped.
 """
 
 import asyncio
@@ -21,7 +23,7 @@ from kvpool.core.errors import AbortedError, ExhaustedError, NotFoundError, Unav
 from kvpool.core.ids import TableLease
 from kvpool.core.steps.allocation_options import DEFAULT_OPTIONS, AllocationOptions
 from kvpool.wire.errors import DeadlineError
-from simulation.gpu import Computation
+from simulation.gpu import Computation, StepWork
 from simulation.scheduler_parts import (
     EngineError,
     Running,
@@ -163,6 +165,7 @@ class SchedulerProcess:
             if self._random.random() < 0.1:
                 await self._do_something_odd(session)
             await self._round(session)
+            await self._compute(session, [])
             self._check_settled(session)
 
     def _check_settled(self, session: aio.AsyncSession) -> None:
@@ -205,8 +208,7 @@ class SchedulerProcess:
             return
         self._let_go(gone)
         work = self._take_answers(asked) + self._take_decodes(decoded)
-        if work:
-            await self._compute(session, work)
+        await self._compute(session, work)
         if any(one.is_refused for one in asked) or any(one.is_refused for one in decoded):
             await self._make_room(session)
         elif not work and not gone:
@@ -281,6 +283,7 @@ class SchedulerProcess:
         self, session: aio.AsyncSession, fill: Callable[[StepBuilder], None], budget_tokens: int = 0
     ) -> bool:
         """Sends a step and waits until it is settled or in the background; False if it was refused for now."""
+        await self._compute(session, [])
         is_filled = False
         try:
             async with session.step(admission_budget_tokens=budget_tokens, **self._sequences(session)) as step:
@@ -329,15 +332,19 @@ class SchedulerProcess:
             work.append(computation_of(running, start, self._settings.weights))
         return work
 
-    async def _compute(self, session: aio.AsyncSession, work: list[Computation]) -> None:
-        sequence = session.sequence
+    async def _compute(self, session: aio.AsyncSession, computations: list[Computation]) -> None:
+        """Makes the copies that were ordered, and computes."""
+        copies = tuple((copy.source, copy.target) for copy in session.take_copies())
+        if not copies and not computations:
+            return
+        work, sequence = StepWork(copies, tuple(computations)), session.sequence
         computed = [(each, each.num_admissions, each.request.num_computed_tokens) for each in self._running]
         if self._settings.max_in_flight == 1:
-            await self._settings.ranks.run(session.table_lease, tuple(work))
+            await self._settings.ranks.run(session.table_lease, work)
             self._note_executed(sequence, computed)
             self._generate()
         else:
-            ran = asyncio.create_task(self._run(session.table_lease, tuple(work)))
+            ran = asyncio.create_task(self._run(session.table_lease, work))
             self._in_flight.append(_Launched(sequence, ran, computed))
             self._launched = sequence
             self._generate()
@@ -351,7 +358,7 @@ class SchedulerProcess:
             except _UNSETTLED:
                 return  # the next step reports it
 
-    async def _run(self, lease: TableLease, work: tuple[Computation, ...]) -> EngineError | None:
+    async def _run(self, lease: TableLease, work: StepWork) -> EngineError | None:
         try:
             await self._settings.ranks.run(lease, work)
         except EngineError as error:

@@ -6,7 +6,8 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 from unittest import mock
@@ -14,6 +15,9 @@ from unittest import mock
 import grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvpool.core.ranks import pool_plan
+from kvpool.core.ranks.pool_plan import pool_config
+from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.server import app, shard_setup
 from kvpool.server.cluster import replicator
 from kvpool.server.cluster.directory import Directory
@@ -75,3 +79,15 @@ def stand_ins(
         for patch in reversed(patches):
             patch.stop()
         random.setstate(before)
+
+
+def host_memory(num_host_blocks: int) -> AbstractContextManager[object]:
+    """Gives pools a second tier of this size, 0 for none.
+
+    Only ranks that declare their memory can have one, and the simulated ones let the server plan it.
+    """
+
+    def with_second_tier(*arguments: Any) -> PoolConfig:
+        return replace(pool_config(*arguments), num_host_blocks=num_host_blocks)
+
+    return mock.patch.object(pool_plan, "pool_config", with_second_tier)

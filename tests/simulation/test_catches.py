@@ -14,16 +14,18 @@ import pytest
 
 from kvpool.client import reserves, result_reader
 from kvpool.client.reserves import hand_over
+from kvpool.client.session import SessionBase
 from kvpool.client.step_builder import StepBuilder
 from kvpool.core.blocks.block_pool import BlockPool
 from kvpool.core.blocks.free_list import FreeList
 from kvpool.core.blocks.group_manager import GroupManager
+from kvpool.core.blocks.host_tier import HostTier, copier
 from kvpool.core.blocks.kv_cache_manager import KVCacheManager
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.blocks.slot_allocator import SlotAllocator
 from kvpool.core.blocks.steps_in_flight import StepsInFlight
 from kvpool.core.execution import apply, end_session
-from kvpool.core.ids import RequestNumber, StepNumber
+from kvpool.core.ids import RequestNumber, SessionNumber, StepNumber
 from kvpool.core.ranks.membership import Membership
 from kvpool.core.sessions.quarantine import Quarantined
 from kvpool.core.sessions.session import Session
@@ -171,6 +173,32 @@ def _gives_back_all(real: Callable[..., None]) -> Callable[..., None]:
     return lambda self, requests, _: real(self, requests, {})
 
 
+def _publishes_at_once(real: Callable[..., Any]) -> Callable[..., Any]:
+    def clean(self: HostTier, num_taken: int, session_number: SessionNumber, sequence: StepNumber) -> Any:
+        yield from real(self, num_taken, session_number, sequence)
+        self._first.prefix_map.pending.publish(copier(session_number), sequence)
+
+    return clean
+
+
+def _keeps_copies_of_the_dead(self: KVCacheManager, session_number: SessionNumber) -> None:
+    self.blocks.evict_blocks(self.blocks.prefix_map.pending.of(session_number))
+    self.blocks.prefix_map.pending.publish(copier(session_number), StepNumber(2**60))
+
+
+def _loses_one(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self: real(self)[1:]
+
+
+def _takes_twice(real: Callable[..., Any]) -> Callable[..., Any]:
+    def take_copies(self: SessionBase) -> Any:
+        before, copies = vars(self).get("taken", []), real(self)
+        vars(self)["taken"] = copies
+        return [*before, *copies]
+
+    return take_copies
+
+
 BUGS: dict[str, Bug] = {
     "a repeated change is applied again": ((17,), (Session, "remembered_result", _no_answer)),
     "a block is hit by others before it is filled": ((4, 2), (PrefixMap, "is_visible", lambda *_: True)),
@@ -224,6 +252,22 @@ BUGS: dict[str, Bug] = {
         (32, 46),
         (StepBuilder, "_give_back", _gives_back_all(StepBuilder._give_back)),
     ),
+    "a copy to host memory is hit before it is made": (
+        (192, 327),
+        (HostTier, "clean", _publishes_at_once(HostTier.clean)),
+    ),
+    "a block that is copied to host memory is taken by another session": (
+        (104, 90),
+        (HostTier, "note_taken", lambda *_: None),
+    ),
+    "a block that is copied from host memory is replaced": ((695,), (HostTier, "read", lambda *_: None)),
+    "a copy of a dead engine is hit": ((192, 327), (KVCacheManager, "evict_pending", _keeps_copies_of_the_dead)),
+    "a scheduler loses a copy": ((27, 15), (SessionBase, "take_copies", _loses_one(SessionBase.take_copies))),
+    "a scheduler makes copies again later": (
+        (166, 104),
+        (SessionBase, "take_copies", _takes_twice(SessionBase.take_copies)),
+    ),
+    "a reset counts what was in host memory": ((166, 90), (HostTier, "clear", lambda _: None)),
 }
 
 

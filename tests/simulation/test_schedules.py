@@ -24,6 +24,14 @@ def test_schedules_of_faults_cause_no_violations(first: int, count: int) -> None
     assert found == []
     assert summary.faults > count
     assert summary.retries > 0, "no answer was ever lost: the faults are too tame"
+    assert summary.copies_out > 0, "no pool had host memory"
+
+
+def test_blocks_return_from_host_memory() -> None:
+    summary, found = run_batch((90, 104, 166))
+
+    assert found == []
+    assert summary.copies_in > 10
 
 
 def digest(seed: int) -> str:

@@ -17,10 +17,13 @@ MAX_SCHEDULERS = 4
 DEAD_PEER_SECONDS = 2.0
 """Time after which an idle connection is closed."""
 _PAGE_BYTES = 2**14
+_SHARE_WITH_HOST_MEMORY = 0.2
 _DRAW_OF_AHEAD = 38
 """The draw that decides on steps in flight: with this one, the seeds of `test_catches` keep their schedules."""
 _DRAW_OF_RESERVES = 60
 """The draw that decides on slots in reserve, for the same reason."""
+_DRAW_OF_HOST_BLOCKS = 197
+"""The draw that decides on host memory, for the same reason."""
 _NUMBERS_OF_SERVERS = (1, 1, 1, 1, 1, 1, 2, 3)
 
 
@@ -107,7 +110,7 @@ def draw_world(random: Random) -> Draw:
         _draw_in_flight(random, num_schedulers),
         (0,) * num_schedulers,
     )
-    return _with_reserves(random, draw)
+    return _with_host_memory(random, _with_reserves(random, draw), need)
 
 
 def _draw_specs(random: Random) -> list[KVCacheSpec]:
@@ -148,6 +151,31 @@ def _decoding_job(random: Random, job: Job) -> Job:
     """A job that decodes longer, some from a short prompt that others have too."""
     prompt = job.token_ids[: random.choice((4, 8, MAX_TOKENS))]
     return replace(job, token_ids=prompt, num_tokens=min(job.num_tokens + random.choice((0, 8, 24)), MAX_TOKENS))
+
+
+def _with_host_memory(random: Random, draw: Draw, need: int) -> Draw:
+    """Draws whether a pool has a second tier; if so, it is small, and prompts return. As for the steps in flight."""
+    own, chance = _own_draws(random, _DRAW_OF_HOST_BLOCKS)
+    if chance >= _SHARE_WITH_HOST_MEMORY:
+        return draw
+    num_blocks, quotas = draw.config.num_blocks, draw.quotas
+    if not any(low for low, _ in quotas):  # otherwise the minima depend on the number of blocks
+        num_blocks = need + 2 * (draw.num_schedulers - 1) + own.randrange(6)
+        quotas = tuple((0, min(high, num_blocks)) for _, high in quotas)
+    num_host_blocks = own.choice((4, num_blocks, 3 * num_blocks, 3 * num_blocks))
+    config = replace(draw.config, num_blocks=num_blocks, num_host_blocks=num_host_blocks)
+    prompts = [[own.randrange(3) for _ in range(own.randint(12, 40))] for _ in range(own.randint(2, 4))]
+    jobs = tuple((*of_one[:1], *_returning_jobs(own, i, prompts)) for i, of_one in enumerate(draw.jobs))
+    max_in_flight = tuple(own.choice((each, 3)) for each in draw.max_in_flight)
+    return replace(draw, config=config, quotas=quotas, jobs=jobs, max_in_flight=max_in_flight)
+
+
+def _returning_jobs(random: Random, scheduler: int, prompts: list[list[int]]) -> list[Job]:
+    """Jobs with some prompts, each of which can return when its blocks are evicted."""
+    chosen = random.choices(prompts, k=random.randint(3, 8))
+    return [
+        Job(f"s{scheduler}.again{i}", list(each), len(each) + random.randint(1, 6)) for i, each in enumerate(chosen)
+    ]
 
 
 def _own_draws(random: Random, count: int) -> tuple[Random, float]:

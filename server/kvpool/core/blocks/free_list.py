@@ -197,14 +197,14 @@ class FreeList:
         return found
 
     def next_used(self, count: int) -> list[BlockId]:
-        """Those of the next `count` blocks that were ever used, in order, parked ones left out. O(count)."""
+        """Those of the next `count` blocks that were ever used, in order, without parked ones. O(entries so far)."""
         column, found = self._column, list[BlockId]()
         for number, chunk in self._order.items():
             if count <= 0:
                 break
             if number:
-                some = chunk.block_ids[chunk.at : chunk.at + count]
-                found += [block_id for block_id in some if column[block_id] == -number]
+                rest = map(chunk.block_ids.__getitem__, range(chunk.at, len(chunk.block_ids)))
+                found += islice((block_id for block_id in rest if column[block_id] == -number), count)
             count -= chunk.num_free
         return found
 

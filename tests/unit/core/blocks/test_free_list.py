@@ -52,6 +52,14 @@ def test_rule_2_a_block_that_is_hit_and_freed_again_is_last_and_occurs_once() ->
     assert free.take(3) == [1, 3, 2]
 
 
+def test_the_next_used_blocks_do_not_depend_on_skipped_entries() -> None:
+    """A snapshot leaves those out, and a restored list must answer as the original does."""
+    free = FreeList(8)
+    free.append(free.drop(free.take(7)))
+    free.hold(ids(1, 3))
+    assert [free.next_used(count) for count in (0, 2, 4, 8)] == [[], [2, 4], [2, 4, 5, 6], [2, 4, 5, 6, 7]]
+
+
 def test_rule_3_skipped_entries_do_not_accumulate() -> None:
     """A prefix is hit and freed repeatedly, while no block is taken."""
     free = FreeList(1001)
