@@ -406,13 +406,13 @@ def keep_copies_of_the_dead(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTED: Final = (
-    (publish_at_once, 0),
-    (reuse_sources, 0),
+    (publish_at_once, 88),
+    (reuse_sources, 31),
     (lose_orders, 0),
     (make_copies_twice, 0),
-    (replace_sources, 0),
-    (forget_what_a_reset_does, 0),
-    (keep_copies_of_the_dead, 0),
+    (replace_sources, 223),
+    (forget_what_a_reset_does, 11),
+    (keep_copies_of_the_dead, 208),
 )
 """Each with a seed that finds it."""
 
