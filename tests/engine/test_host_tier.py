@@ -54,7 +54,7 @@ COMPLETE = ("llama-ahead", "gemma", "tensor", "pipeline")
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=[pytest.mark.complete] if each in COMPLETE else []) for each in CASES]
 )
-def test_every_token_is_that_of_vllm_alone_with_memory_for_all(name: str, address: str, tmp_path: Path) -> None:
+def test_every_token_is_that_of_vllm_alone_with_memory_for_all(name: str, address: str) -> None:
     case = CASES[name]
     with ExitStack() as stack:
         place = stack.enter_context(
