@@ -5,12 +5,14 @@
 from collections.abc import Iterator
 from concurrent import futures
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
 from kvpool.client import Client, ServerError, connect
+from kvpool.core.ids import PoolName
 from kvpool.v1 import allocator_pb2, allocator_pb2_grpc, event_pb2, event_pb2_grpc, step_pb2
 from kvpool.wire import pools as wire_pools
 from kvpool.wire.protocol_version import PROTOCOL_VERSION
@@ -28,14 +30,14 @@ def address() -> Iterator[str]:
 
 
 @contextmanager
-def refused() -> Iterator[None]:
+def refused(*texts: str) -> Iterator[None]:
     with pytest.raises(grpc.RpcError) as caught:
         yield
     error = caught.value
     assert isinstance(error, grpc.Call)
     assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
-    assert f"version {OTHER}" in str(error.details())
-    assert f"version {PROTOCOL_VERSION}" in str(error.details())
+    for text in texts or (f"version {OTHER}", f"version {PROTOCOL_VERSION}"):
+        assert text in str(error.details())
 
 
 def test_a_server_opens_no_session_for_another_version(client: Client, stub: Any) -> None:
@@ -71,6 +73,14 @@ def test_a_server_serves_callers_that_state_no_version(stub: Any) -> None:
     result = next(stub.Schedule(iter([step_pb2.Step(session_id=session_id, sequence=1)])))
     assert (result.sequence, result.protocol_version) == (1, PROTOCOL_VERSION)
     stub.CloseSession(allocator_pb2.CloseSessionRequest(session_id=session_id))
+
+
+def test_a_caller_of_a_pool_with_host_memory_states_its_version(client: Client, stub: Any) -> None:
+    client.create_pool(replace(pool_config(), name=PoolName("tiers"), num_host_blocks=9))
+    with refused("protocol_version: state it: the engines of a pool with host memory must make the copies"):
+        stub.OpenSession(allocator_pb2.OpenSessionRequest(pool_name="tiers"))
+    assert client.get_pool("tiers").sessions == 0
+    client.open_session("tiers").close()
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def stand_ins(
         (uuid, "uuid4", lambda: uuid.UUID(int=drawn.getrandbits(128))),
         (grpc.aio, "insecure_channel", lambda address, **_: SimulatedChannel(wire, address)),
         (grpc.aio, "server", lambda interceptors, **_: SimulatedServer(wire, interceptors)),
-        (app, "max_connections", lambda *_: 1000),  # the original resolves the addresses
+        (app, "max_connections", lambda *_: 1000),  # the originals of this and the next resolve the addresses
+        (app, "ip_addresses", lambda address: [address]),
         (shard_setup, "EtcdDirectory", lambda _: directory()),
         (folder, "write_whole", write_whole),  # so that a replacement made during the schedule is undone
         (admin_service, "version", lambda _: "0"),  # the original reads a file per call

@@ -140,14 +140,18 @@ def mark_executed(pool: KVCacheManager, session: Session, executed_sequence: int
 
 def _note_wait(pool: KVCacheManager, session: Session) -> None:
     """Records whether blocks wait for the session's steps, after a step; an earlier begin of the wait stays."""
-    is_waiting = pool.in_flight.has_waiting(session.session_number, session.launched_sequence)
-    if is_waiting != (session.waits_since_seconds < inf):
+    if _is_waiting(pool, session) != (session.waits_since_seconds < inf):
         _begin_wait(pool, session)
 
 
 def _begin_wait(pool: KVCacheManager, session: Session) -> None:
-    is_waiting = pool.in_flight.has_waiting(session.session_number, session.launched_sequence)
-    session.waits_since_seconds = session.last_seen_seconds if is_waiting else inf
+    session.waits_since_seconds = session.last_seen_seconds if _is_waiting(pool, session) else inf
+
+
+def _is_waiting(pool: KVCacheManager, session: Session) -> bool:
+    """Whether blocks wait for steps of a session that were launched; without such reports, all but the newest were."""
+    launched = session.launched_sequence or StepNumber(session.sequence - 1)
+    return pool.in_flight.has_waiting(session.session_number, launched)
 
 
 class _Application:

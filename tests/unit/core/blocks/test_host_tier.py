@@ -2,6 +2,7 @@
 
 from array import array
 from collections import Counter
+from math import inf
 from typing import Any
 
 import pytest
@@ -195,6 +196,19 @@ def test_the_steps_of_a_session_that_reports_none_have_run_before_the_next_one(w
         world.admit(session, number, content, PROMPT)
         world.check()
         assert {use.sequence for use in world.host.uses} <= {session.sequence}
+
+
+def test_a_session_that_stops_to_report_execution_holds_no_host_memory_for_long(world: HostWorld) -> None:
+    session = world.open()
+    world.admit(session, 1, "aaaa", PROMPT)
+    world.free(session, 1, executed=1)
+    for number, content in enumerate("bcdefg", 2):
+        world.admit(session, number, content * 4, PROMPT)
+        world.free(session, number)
+    assert world.host.uses
+    assert session.waits_since_seconds == 0.0
+    world.run(session, executed=session.sequence)
+    assert (world.host.uses, session.waits_since_seconds) == ([], inf)
 
 
 def test_copies_that_are_read_and_written_are_not_replaced() -> None:
