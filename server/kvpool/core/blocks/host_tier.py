@@ -39,7 +39,7 @@ _LEAST_CLEANED: Final = 8
 _AHEAD_SHARE: Final = 8
 _AHEAD_STEPS: Final = 4
 _MAX_AHEAD: Final = 4096
-"""The next blocks that are kept clean: this share of the pool, as a divisor, or what this number of large steps takes."""
+"""How many blocks are kept clean: this share of the pool, as a divisor, or what this number of large steps takes."""
 
 
 class FirstTier(Protocol):
