@@ -104,6 +104,10 @@ PAGES: Final = (
     Page(DOCS / "how-to" / "trace.md"),
     Page(DOCS / "how-to" / "share-memory.md", {r"python -m examples": f"PYTHONPATH={ROOT} python -m examples"}),
     Page(
+        DOCS / "how-to" / "keep-more.md",
+        files={"config.json": model("llama-3.1-8b"), "conversation_trace.jsonl": 2 * TRACE},
+    ),
+    Page(
         DOCS / "how-to" / "plan-and-replay.md",
         files={"gemma-3-27b-it/config.json": model("gemma-3-27b-it"), "conversation_trace.jsonl": 2 * TRACE},
         before=("kvpool serve --listen localhost:50051",),
