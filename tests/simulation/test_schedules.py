@@ -28,7 +28,7 @@ def test_schedules_of_faults_cause_no_violations(first: int, count: int) -> None
 
 
 def test_blocks_return_from_host_memory() -> None:
-    summary, found = run_batch((90, 104, 166))
+    summary, found = run_batch((153, 192, 207))
 
     assert found == []
     assert summary.copies_in > 10
