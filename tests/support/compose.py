@@ -99,7 +99,8 @@ class Stack:
     """The stack, with its own project name and ports.
 
     Attributes:
-        client: Connected to the server's published port.
+        address: The server's published port.
+        client: Connected to it.
         prometheus: Prometheus' API.
     """
 
@@ -107,8 +108,8 @@ class Stack:
         ports = {name: str(free_port()) for name in _PORTS}
         self._environment = {**os.environ, **ports}
         self._command = [*_compose(), "-p", PROJECT, "-f", str(DEPLOY / "docker-compose.yml"), "-f", str(_PATIENT)]
-        self._address = f"127.0.0.1:{ports['KVPOOL_PORT']}"
-        self.client: Client = connect(self._address, deadline_seconds=2.0)
+        self.address = f"127.0.0.1:{ports['KVPOOL_PORT']}"
+        self.client: Client = connect(self.address, deadline_seconds=2.0)
         self.prometheus = Prometheus(f"http://127.0.0.1:{ports['PROMETHEUS_PORT']}")
 
     def compose(self, *arguments: str, timeout_seconds: float = 120.0) -> str:
@@ -158,7 +159,7 @@ class Stack:
     def wait_scraped(self) -> None:
         """Waits until Prometheus has scraped the server's current state."""
         now = time.time()
-        eventually("a scrape", lambda: self.prometheus.scraped_after(now, "kvpool_pool_epoch"))
+        eventually("a scrape", lambda: self.prometheus.scraped_after(now, f'kvpool_pool_epoch{{pool="{POOL}"}}'))
 
     def logs(self, *services: str) -> str:
         """Output of services."""
