@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping, Sequence
 
 from engine.models import VOCABULARY
-from engine.serving import Answer, ServedEngine, Site
+from engine.serving import SLOW, Answer, ServedEngine, Site
 
 ENDS = range(3, VOCABULARY, 40)
 """Tokens that end a request: the step after it has been launched by then."""
@@ -48,6 +48,19 @@ def tokens(answers: Mapping[str, Answer]) -> dict[str, list[int]]:
     return {name: answer.tokens for name, answer in answers.items()}
 
 
+def answer_at_once_as_vllm_alone(place: Site, options: Mapping[str, object], loads: Sequence[Load]) -> None:
+    """Checks the tokens of as many engines on the lent memory as there are loads. Their steps run late."""
+    expected = of_vllm_alone(place, options, loads)
+    engines = place.engines(len(loads), options={**options, **SLOW})
+    asked = [load.ask(engine) for load, engine in zip(loads, engines, strict=True)]
+    for load, engine, answers in zip(loads, engines, asked, strict=True):
+        load.abort_some(engine, answers)
+    for engine, answers in zip(engines, asked, strict=True):
+        engine.wait(*answers.values())
+        found = tokens(answers)
+        assert found == {name: expected[name] for name in found}
+
+
 def of_vllm_alone(place: Site, options: Mapping[str, object], loads: Sequence[Load]) -> dict[str, list[int]]:
     """Tokens that vLLM generates without kvpool, in memory that suffices for all requests."""
     engine = place.engine(is_attached=False, num_blocks=600, options=options)
@@ -58,7 +71,7 @@ def of_vllm_alone(place: Site, options: Mapping[str, object], loads: Sequence[Lo
 
 
 class Revisits:
-    """Chats of several turns that take turns: before a chat goes on, all others do. Three system prompts."""
+    """Chats of several turns. Each turn is asked in all chats before the next turn. There are three system prompts."""
 
     def __init__(self, num_chats: int, num_turns: int = 3, num_at_once: int = 6, question_tokens: int = 90) -> None:
         self._num_chats, self._num_turns, self._num_at_once = num_chats, num_turns, num_at_once

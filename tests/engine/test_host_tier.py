@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from engine.load import Load, Revisits, hit_rate, of_vllm_alone, tokens
+from engine.load import Load, Revisits, answer_at_once_as_vllm_alone, hit_rate
 from engine.models import GEMMA, LFM2, LLAMA
-from engine.serving import AHEAD, SLOW, Site, site
+from engine.serving import AHEAD, Site, site
 from kvpool.client import connect
 from support.waiting import wait_until
 
@@ -83,16 +83,7 @@ def place(address: str, tmp_path: Path) -> Iterator[Site]:
 
 def test_two_engines_that_schedule_ahead_share_both_tiers(place: Site) -> None:
     """With preemptions and aborts, steps of both engines are in flight, and blocks change hands."""
-    loads = [Load(name, 60) for name in "ab"]
-    expected = of_vllm_alone(place, AHEAD, loads)
-    engines = place.engines(len(loads), options=AHEAD | SLOW)
-    asked = [load.ask(engine) for load, engine in zip(loads, engines, strict=True)]
-    for load, engine, answers in zip(loads, engines, asked, strict=True):
-        load.abort_some(engine, answers)
-    for engine, answers in zip(engines, asked, strict=True):
-        engine.wait(*answers.values())
-        found = tokens(answers)
-        assert found == {name: expected[name] for name in found}
+    answer_at_once_as_vllm_alone(place, AHEAD, [Load(name, 60) for name in "ab"])
     with connect(place.service) as client:
 
         def is_quiet() -> bool:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine.load import Load, of_vllm_alone, tokens
-from engine.serving import AHEAD, SLOW, Site, site
+from engine.load import Load, answer_at_once_as_vllm_alone
+from engine.serving import AHEAD, Site, site
 from kvpool.client import connect
 from support.waiting import wait_until
 
@@ -31,16 +31,7 @@ def place(address: str, tmp_path: Path, request: pytest.FixtureRequest) -> Itera
     indirect=["place"],
 )
 def test_two_engines_at_once_answer_as_vllm_alone(place: Site, options: dict[str, Any], count: int) -> None:
-    loads = [Load(name, count) for name in "ab"]
-    expected = of_vllm_alone(place, options, loads)
-    engines = place.engines(len(loads), options=options | SLOW)
-    asked = [load.ask(engine) for load, engine in zip(loads, engines, strict=True)]
-    for load, engine, answers in zip(loads, engines, asked, strict=True):
-        load.abort_some(engine, answers)
-    for engine, answers in zip(engines, asked, strict=True):
-        engine.wait(*answers.values())
-        found = tokens(answers)
-        assert found == {name: expected[name] for name in found}
+    answer_at_once_as_vllm_alone(place, options, [Load(name, count) for name in "ab"])
     with connect(place.service) as client:
         pool = client.get_pool(place.pool)
         assert pool.preemptions

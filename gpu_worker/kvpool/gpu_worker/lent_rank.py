@@ -223,7 +223,7 @@ class LentRank:
 
     def _num_host_blocks(self, declared: DeclaredMemory) -> int:
         """Number of blocks that fit the host memory; without caching no block stays to be evicted."""
-        host_bytes, slot_bytes = self.settings.host_memory_bytes, declared.size_bytes // declared.config.num_blocks
+        host_bytes, slot_bytes = self.settings.host_memory_bytes, declared.block_bytes
         if not host_bytes or not declared.config.enable_caching:
             return 0
         if slot_bytes > host_bytes:

@@ -488,7 +488,7 @@ class LentMemory:
         mapped = mapping.mapped or lending_pb2.Mapped()
         self.lender: Final = lender
         self.buffer: Final = mapping.memory.buffer
-        self.host: Final = mapping.host.buffer.view(-1, mapping.slot_bytes) if mapping.host else None
+        self.host: Final = mapping.host.buffer.view(-1, mapping.declared.block_bytes) if mapping.host else None
         self.num_blocks: Final = mapped.num_blocks
         self.epoch: Final = mapped.epoch
 

@@ -42,11 +42,6 @@ class Mapping:
     mapped: lending_pb2.Mapped | None = None
     host: HostMemory | None = None
 
-    @property
-    def slot_bytes(self) -> int:
-        """Size of a block in bytes."""
-        return self.declared.size_bytes // self.declared.config.num_blocks
-
     def with_answer(self, mapped: lending_pb2.Mapped, device: str) -> "Mapping":
         """Returns the mapping after a checked answer of the lender. Reserves addresses for host memory once.
 
@@ -55,7 +50,7 @@ class Mapping:
         """
         host = self.host
         if mapped.num_host_blocks and host is None:
-            host = reserve_host_memory(device, mapped.num_host_blocks * self.slot_bytes)
+            host = reserve_host_memory(device, mapped.num_host_blocks * self.declared.block_bytes)
         return replace(self, mapped=mapped, host=host)
 
     def map(self, descriptors: Sequence[int]) -> None:

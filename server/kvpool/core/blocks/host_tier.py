@@ -29,7 +29,7 @@ from typing import Final, Protocol
 from kvpool.core import ids
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap
-from kvpool.core.ids import BlockId, SessionNumber
+from kvpool.core.ids import BlockId, GroupId, SessionNumber
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import HostCounters
 
@@ -186,11 +186,13 @@ class HostTier:
 
     def clean(
         self, num_taken: int, session_number: SessionNumber, sequence: ids.StepNumber
-    ) -> Iterator[tuple[BlockId, BlockId]]:
-        """Orders copies of the next blocks to be allocated, see rule 7; yields the source and the target of each.
+    ) -> Iterator[tuple[GroupId, BlockId, BlockId]]:
+        """Orders copies of the next blocks to be allocated, see rule 7; yields group, source and target of each.
 
-        Called at the end of step `sequence`, which has taken `num_taken` blocks, at least 1, and makes the copies.
+        Called at the end of step `sequence`, which has taken `num_taken` blocks and makes the copies.
         """
+        if not num_taken:
+            return
         self._num_unscanned += num_taken
         self._num_large = max(num_taken, self._num_large - self._num_large // 64)
         num_ahead = min(max(self._first.num_blocks // _AHEAD_SHARE, _AHEAD_STEPS * self._num_large), _MAX_AHEAD)
@@ -211,9 +213,10 @@ class HostTier:
         self._first.remove_hashes(evicted)
         for source, target in zip(sources, targets, strict=True):
             self._first.copy_hashes(source, target, copier(session_number), sequence)
-            self.num_cached[self._first.prefix_map.group_id(target)] += 1
+            group_id = self._first.prefix_map.group_id(target)
+            self.num_cached[group_id] += 1
             self._copying[source] = session_number, target
-            yield source, target
+            yield group_id, source, target
         self.counters.copied_out_blocks += len(targets)
         self._note_use(HostUse(session_number, sequence, targets, sources))
 
@@ -255,7 +258,7 @@ class HostTier:
                 self.num_cached[self._first.prefix_map.group_id(block_id)] -= 1
 
     def clear(self) -> None:
-        """Notes that all blocks have lost their hashes."""
+        """Records that no block has a hash any more."""
         self.num_cached = [0] * len(self.num_cached)
         self._to_clean.clear()
 
@@ -265,7 +268,7 @@ class HostTier:
     def has_waiting(self, session_number: SessionNumber, launched: ids.StepNumber) -> bool:
         """Whether blocks are in use by copies of a session's steps up to `launched`."""
         uses = self._uses.get(session_number)
-        return bool(uses) and uses[0].sequence <= launched  # type: ignore[index]  # has entries
+        return uses is not None and uses[0].sequence <= launched
 
     def release(self, session_number: SessionNumber, executed: ids.StepNumber) -> None:
         """Frees what copies of a session's steps up to `executed` use, and publishes their targets. O(blocks)."""

@@ -11,7 +11,7 @@ It returns the same block ids as vLLM's KV cache manager.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Final
@@ -565,15 +565,6 @@ class KVCacheManager:
         self.blocks.free_copied(blocks)
         if self.quotas.applies_to(session.holding):
             self.quotas.record_lost(session.holding, [block_id for _, block_id in blocks])
-
-    def clean(
-        self, session: Session, num_taken: int, sequence: ids.StepNumber
-    ) -> Iterator[tuple[GroupId, BlockId, BlockId]]:
-        """Orders copies to host memory, see `HostTier.clean`; yields group, source and target of each."""
-        host = self.blocks.host
-        if host and num_taken:
-            for source, target in host.clean(num_taken, session.session_number, sequence):
-                yield self.blocks.prefix_map.group_id(source), source, target
 
     def free(self, request: Request) -> None:
         """Frees the request's blocks, last block first. The caller removes the request or admits it again."""

@@ -170,8 +170,8 @@ class _Application:
         self._result = StepResult(self._sequence)
 
     def run(self, rows: Sequence[Row | PoolRow]) -> StepResult:
-        result, i, pool = self._result, 0, self._pool
-        num_allocated = pool.blocks.num_allocated if pool.blocks.host else 0
+        result, i, pool, host = self._result, 0, self._pool, self._pool.blocks.host
+        num_allocated = pool.blocks.num_allocated if host else 0
         if self._session.reserve_tokens:
             self._pool.set_reserve_floor()
         for is_plain, consecutive in groupby(rows, key=attrgetter("is_plain")):
@@ -188,10 +188,11 @@ class _Application:
                     self._session.num_running += (row.request.num_computed_tokens > 0) - was_running
                     self._put_credit(i, [row])
                 i += 1
-        if pool.config.partial_hits or pool.blocks.host:
+        if pool.config.partial_hits or host:
             self._put_copies()
-        if pool.blocks.host:
-            for order in pool.clean(self._session, pool.blocks.num_allocated - num_allocated, self._sequence):
+        if host:
+            num_taken = pool.blocks.num_allocated - num_allocated
+            for order in host.clean(num_taken, self._session.session_number, self._sequence):
                 result.copied_block_ids += order
         result.reserve_wanted, self._session.owes_reserve = self._session.owes_reserve, False
         result.free_blocks = self._pool.quotas.num_free_for(self._session.holding)

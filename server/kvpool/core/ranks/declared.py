@@ -88,8 +88,7 @@ def declared_pool_config(declared: DeclaredMemory, plan: Plan, num_host_blocks: 
 
 
 def _rank_config(declared: DeclaredMemory, num_blocks: int) -> KVCacheConfig:
-    size_bytes = declared.size_bytes // declared.config.num_blocks * num_blocks
-    buffer = KVCacheTensor(size_bytes, tuple(declared.layers))
+    buffer = KVCacheTensor(declared.block_bytes * num_blocks, tuple(declared.layers))
     return KVCacheConfig(num_blocks, (buffer,), declared.config.groups)
 
 

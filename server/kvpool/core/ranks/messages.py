@@ -149,6 +149,11 @@ class DeclaredMemory:
     fingerprint: tuple[tuple[str, str], ...] = ()
 
     @property
+    def block_bytes(self) -> int:
+        """Memory of a block on this rank, in bytes."""
+        return self.size_bytes // self.config.num_blocks
+
+    @property
     def common_fingerprint(self) -> dict[str, str]:
         """The entries that are equal in all ranks of a pool."""
         return {name: value for name, value in self.fingerprint if not name.startswith(_RANK_ENTRY)}

@@ -44,8 +44,8 @@ class HostWorld(World):
     def serve(self, session: Session, content: str, num_tokens: int = PROMPT, num_later: int = 0) -> StepResult:
         """Admits a request, computes its last tokens with a later step, and frees it when it has run."""
         self._number += 1
-        most, told = [num_tokens - num_later], list(range(num_tokens)) if self.pool.config.makes_events else []
-        columns = {"num_new_tokens": most, "token_ids": told, **executed(session)}
+        most, token_ids = [num_tokens - num_later], list(range(num_tokens)) if self.pool.config.makes_events else []
+        columns = {"num_new_tokens": most, "token_ids": token_ids, **executed(session)}
         result = self.admit(session, self._number, content, num_tokens, **columns)
         self.check()
         computed = session.by_number[RequestNumber(self._number)].num_computed_tokens
@@ -425,21 +425,21 @@ def of_host_memory(events: list[BlockEvent]) -> list[BlockEvent]:
 
 def test_a_copy_is_named_by_an_event_when_its_step_is_executed() -> None:
     world, session = event_world()
-    assert not any(each in names("aaaa") for _, each in told_by_snapshot(world, Medium.HOST_MEMORY))
+    assert not any(each in names("aaaa") for _, each in listed_by_snapshot(world, Medium.HOST_MEMORY))
     world.executed(session)
     (stored,) = world.pool.blocks.take_events()
     tokens = array("I", range(PROMPT))
     assert stored == BlockStored(names("aaaa"), None, tokens, BLOCK_SIZE, None, GroupId(0), medium=Medium.HOST_MEMORY)
-    assert told_by_snapshot(world, Medium.HOST_MEMORY) == {(0, each) for each in names("aaaa")}
+    assert listed_by_snapshot(world, Medium.HOST_MEMORY) == {(0, each) for each in names("aaaa")}
 
 
-def told_by_snapshot(world: HostWorld, medium: Medium) -> set[tuple[int, BlockHash]]:
+def listed_by_snapshot(world: HostWorld, medium: Medium) -> set[tuple[int, BlockHash]]:
     """What a snapshot lists of a tier; both tiers are what events have announced."""
-    cursor, told = SnapshotCursor(world.pool), list[BlockStored]()
+    cursor, stored = SnapshotCursor(world.pool), list[BlockStored]()
     while not cursor.is_done:
-        told += cursor.next_chunk(3)
-    assert {(run.group_id, each) for run in told for each in run.block_hashes} == announced(world.pool)
-    return {(run.group_id, each) for run in told if run.medium is medium for each in run.block_hashes}
+        stored += cursor.next_chunk(3)
+    assert {(run.group_id, each) for run in stored for each in run.block_hashes} == announced(world.pool)
+    return {(run.group_id, each) for run in stored if run.medium is medium for each in run.block_hashes}
 
 
 def test_a_copy_whose_source_was_evicted_meanwhile_is_named_by_the_contents_of_then() -> None:
@@ -520,7 +520,7 @@ def test_the_eviction_from_host_memory_is_an_event() -> None:
     removed = [event.block_hash for event in events if isinstance(event, BlockRemoved)]
     assert len(removed) == world.host.counters.evicted_blocks > 0
     stored = [each for event in events if isinstance(event, BlockStored) for each in event.block_hashes]
-    left = Counter(each for _, each in told_by_snapshot(world, Medium.HOST_MEMORY))
+    left = Counter(each for _, each in listed_by_snapshot(world, Medium.HOST_MEMORY))
     assert Counter(stored) - Counter(removed) == left
 
 
@@ -568,7 +568,7 @@ def test_hashes_within_blocks_and_of_tails_are_named_in_both_tiers() -> None:
         world.free(session, number, **executed(session))
         world.check()
         index.apply(EventBatch(number, tuple(world.pool.blocks.take_events())))
-        assert index.entries(Medium.HOST_MEMORY) == told_by_snapshot(world, Medium.HOST_MEMORY)
-        assert index.entries(Medium.FIRST_TIER) == told_by_snapshot(world, Medium.FIRST_TIER)
+        assert index.entries(Medium.HOST_MEMORY) == listed_by_snapshot(world, Medium.HOST_MEMORY)
+        assert index.entries(Medium.FIRST_TIER) == listed_by_snapshot(world, Medium.FIRST_TIER)
     assert {(GroupId(i), each) for i in range(2) for each in names("abc")[2:]} <= index.entries(Medium.HOST_MEMORY)
     assert (GroupId(0), names("abc")[0]) in index.entries(Medium.HOST_MEMORY)
