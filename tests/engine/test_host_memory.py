@@ -303,6 +303,7 @@ def _worker(log: list[Any], world_size: int = 1) -> Any:
     worker._kvpool_memory = SimpleNamespace(step=step)
     worker._kvpool_copies = SimpleNamespace(make=log.append, wait=lambda: log.append("wait"))
     worker.parallel_config = SimpleNamespace(world_size=world_size)
+    worker.vllm_config = SimpleNamespace(kv_transfer_config=None)
     return worker
 
 
@@ -322,6 +323,13 @@ def test_copies_are_made_before_the_step_with_its_ticket(log: list[Any]) -> None
     worker, copies = _worker(log, world_size=2), [(1, HOST)]
     assert worker.execute_model(_output(3, kvpool_host_copies=copies)) == "output"
     assert log == ["ticket", copies, "3 tokens", "done"]
+
+
+def test_copies_have_been_made_before_a_connector_can_load_into_their_sources(log: list[Any]) -> None:
+    worker, copies = _worker(log), [(1, HOST)]
+    worker.vllm_config.kv_transfer_config = object()
+    worker.execute_model(_output(3, kvpool_host_copies=copies))
+    assert log == ["ticket", copies, "wait", "3 tokens", "done"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

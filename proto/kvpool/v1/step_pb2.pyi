@@ -508,9 +508,9 @@ class StepResult(_message.Message):
         With a second tier (PoolConfig.num_host_blocks), ids from num_blocks on are blocks of host memory. The hit of a look-up
         can contain them. The hit of an admission contains the blocks that they are copied to in their place; an allocation with
         such a promised hit answers it again, with those (num_prefix_blocks). A step that takes blocks also copies some free
-        blocks of the first tier to host memory. Of such a copy, the target is found by other sessions when the step is reported
-        as executed, and nothing else writes to the source or the block in host memory before. A session that gives up a copy
-        must evict its target (OPERATION_EVICT) before it reports the step or a later one as executed.
+        blocks of the first tier to host memory. The target of such a copy is found when the step is reported as executed. The
+        source stays free: if another session takes it before, the target is never found. A session that gives up a copy must
+        evict its target (OPERATION_EVICT) before it reports the step or a later one as executed.
         """
 
     def __init__(

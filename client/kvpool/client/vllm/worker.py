@@ -228,6 +228,9 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         if self._kvpool_copies is None:
             raise ValueError("kvpool: the scheduler's pool has host memory, and the lender of this worker has none")
         self._kvpool_copies.make(copies)
+        if self.vllm_config.kv_transfer_config is not None:
+            # A connector loads into blocks when it likes, also into the source of a copy, which is free.
+            self._kvpool_copies.wait()
         if is_alone and self.parallel_config.world_size > 1:
             # Layers exchange data, so that the output of a step shows that all ranks have made its copies. Here, the
             # rank that answers must wait for the others.

@@ -31,7 +31,7 @@ from kvpool.core.execution.allocate_batch import allocate_plain_rows
 from kvpool.core.execution.rows import PoolRow, Row, read_rows
 from kvpool.core.ids import MAX_TOKENS, BlockId, StepNumber
 from kvpool.core.sessions.request import Request
-from kvpool.core.sessions.session import Session
+from kvpool.core.sessions.session import REMEMBERED_RESULTS, Session
 from kvpool.core.steps.columns import LOOKING_UP, MAX_STEP_WORK, Operation, Outcome, Step, StepResult
 
 _REQUEST_BYTES: Final = 1024
@@ -149,8 +149,9 @@ def _begin_wait(pool: KVCacheManager, session: Session) -> None:
 
 
 def _is_waiting(pool: KVCacheManager, session: Session) -> bool:
-    """Whether blocks wait for steps of a session that were launched; without such reports, all but the newest were."""
-    launched = session.launched_sequence or StepNumber(session.sequence - 1)
+    """Whether blocks wait for steps of a session that were launched: those that it reports, and all but the newest."""
+    num_newest = REMEMBERED_RESULTS if session.launched_sequence else 1
+    launched = max(session.launched_sequence, StepNumber(session.sequence - num_newest))
     return pool.in_flight.has_waiting(session.session_number, launched)
 
 

@@ -118,8 +118,9 @@ class Membership:
 
     @property
     def num_planned_blocks(self) -> int:
-        """Number of blocks of the newest plan; 0 before there is one."""
-        return self._plan.num_blocks if self._plan else 0
+        """Number of blocks of the newest plan, those in host memory included; 0 before there is one."""
+        ranks = self.registry.registrations()
+        return self._plan.num_blocks + pool_plan.num_host_blocks(ranks) if self._plan and ranks else 0
 
     @property
     def next_deadline_seconds(self) -> float:

@@ -34,7 +34,7 @@ def full_pool_bytes(config: PoolConfig) -> int:
         block_bytes += config.hash_scheme.hash_size_bytes + _LENGTH_BYTES
     if config.makes_events:
         block_bytes += config.hash_block_size * TOKEN_ID_BYTES + config.hash_scheme.hash_size_bytes + 3 * _LENGTH_BYTES
-    return config.num_blocks * block_bytes
+    return config.num_ids * block_bytes
 
 
 def snapshot_frames(snapshot: StateSnapshot) -> Iterator[bytes]:

@@ -48,6 +48,7 @@ async def watch_integrity(parts: Components) -> None:
 
 
 def _num_uses(pool: KVCacheManager) -> int:
-    """Number of entries in the tables of the pool's open sessions. O(requests)."""
+    """Number of entries in the tables of the pool's open sessions, and of copies under way. O(requests + steps)."""
     requests = [request for session in pool.sessions.values() for request in session.requests.values()]
-    return sum(len(table.block_ids) for request in requests for table in request.tables)
+    num_copies = sum(len(use.block_ids) for use in pool.blocks.host.uses) if pool.blocks.host else 0
+    return num_copies + sum(len(table.block_ids) for request in requests for table in request.tables)

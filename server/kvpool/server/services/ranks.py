@@ -165,7 +165,7 @@ class Ranks:
     def _membership(self, name: PoolName, past_epoch: int = 0, owner: str = "") -> Membership:
         def check(config: PoolConfig, field: str) -> None:
             config.check()
-            self._pools.check_num_blocks(name, config.num_blocks, owner, field)
+            self._pools.check_num_blocks(name, config.num_ids, owner, field)
             self._pools.check_fits_journal(config, field)
 
         timing, max_blocks = self._config.rank_timing, self._config.max_pool_blocks

@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.client.prefix_index import PrefixIndex
 from kvpool.client.transports.transport import EventBatch
-from kvpool.core.blocks.host_tier import MAX_CLEANED, HostTier
+from kvpool.core.blocks.host_tier import MAX_CLEANED, MAX_UNREPORTED, HostTier
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium
 from kvpool.core.execution.apply import mark_executed
@@ -209,6 +209,23 @@ def test_a_session_that_stops_to_report_execution_holds_no_host_memory_for_long(
     assert session.waits_since_seconds == 0.0
     world.run(session, executed=session.sequence)
     assert (world.host.uses, session.waits_since_seconds) == ([], inf)
+
+
+def test_a_session_that_stops_to_report_leaves_host_memory_to_others() -> None:
+    world = HostWorld(num_host_blocks=400)
+    silent, other = world.open(), world.open()
+    world.admit(silent, 1, "aaaa", PROMPT)
+    world.free(silent, 1, executed=1, launched_sequence=1)
+    for number in range(2, 3 * MAX_UNREPORTED):
+        world.admit(silent, number, chr(0x100 + number) * 4, PROMPT)
+        world.free(silent, number)
+        world.serve(other, chr(0x1000 + number) * 4)
+    assert sum(use.session_number == silent.session_number for use in world.host.uses) == MAX_UNREPORTED
+    assert silent.waits_since_seconds == 0.0
+    assert world.host.num_free > 0
+    copied = world.host.counters.copied_out_blocks
+    world.fill(other, "bbbb", "cccc", "dddd")
+    assert world.host.counters.copied_out_blocks > copied
 
 
 def test_copies_that_are_read_and_written_are_not_replaced() -> None:

@@ -60,6 +60,10 @@ def test_the_size_of_a_full_snapshot_is_known(options: dict[str, Any]) -> None:
     assert full_pool_bytes(world.pool.config) == pytest.approx(written, rel=0.1)
 
 
+def test_the_size_of_a_snapshot_counts_blocks_of_both_tiers() -> None:
+    assert full_pool_bytes(config(100, num_host_blocks=200)) == full_pool_bytes(config(300))
+
+
 def test_a_frame_that_is_missing_repeated_or_early_is_damage(frames: list[Frame]) -> None:
     spoiled = [[frames[0], frames[2], frames[1], *frames[3:]]]
     for at in range(len(frames)):

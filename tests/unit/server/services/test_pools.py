@@ -1,6 +1,7 @@
 """Pools of a server: their epochs."""
 
 from contextvars import copy_context
+from dataclasses import replace
 
 import pytest
 
@@ -15,7 +16,7 @@ from kvpool.server.limits.config import Limits
 from kvpool.server.services.calls import OpenCall
 from kvpool.server.services.components import Components
 from kvpool.v1 import pool_pb2
-from support.ranks import BLOCK_BYTES, registration
+from support.ranks import BLOCK_BYTES, declared, declaring, registration
 from support.server import pool_config
 
 
@@ -94,6 +95,19 @@ async def test_ranks_whose_pool_exceeds_the_blocks_of_a_server_are_refused() -> 
     assert parts.pools.names() == ["a"]
     parts.ranks.register(OpenCall(), "r", registration(0, 1, blocks=150))
     with pytest.raises(ExhaustedError, match="other pools have 250"):  # those that the rank is about to allocate
+        parts.pools.create(pool_config("b", 2))
+
+
+async def test_limits_count_the_blocks_of_ranks_in_host_memory() -> None:
+    parts = Components(ServerConfig(limits=Limits(max_total_blocks=250)))
+    call, ranks = OpenCall(), [replace(declaring(0, 1), num_host_blocks=count) for count in (151, 150)]
+    name = declared().config.name
+    parts.ranks.close_link(parts.ranks.register(call, name, ranks[0]))
+    assert isinstance(call.ended_by, ExhaustedError)
+    assert "251 blocks requested" in str(call.ended_by)
+    assert parts.pools.names() == []
+    parts.ranks.register(OpenCall(), name, ranks[1])
+    with pytest.raises(ExhaustedError, match="other pools have 250"):
         parts.pools.create(pool_config("b", 2))
 
 
