@@ -338,12 +338,15 @@ class _Application:
         self._pool.preempt(row.request)
 
     def free(self, _: int, row: Row) -> None:
-        self._withdraw_pending(row.request)
-        is_certain = self._launched or not self._session.reports_execution
-        if row.has_taken and row.request.reserve_tokens and is_certain and self._pool.config.enable_caching:
-            self._pool.cache_blocks(row.request, row.num_computed_tokens, sequence=self._sequence)
-        self._pool.free(row.request)
-        self._session.forget(row.request)
+        pool, request = self._pool, row.request
+        is_cached = row.has_taken and request.reserve_tokens and pool.config.enable_caching
+        # Work on credit has no number of its own. All of it was launched, also what a later step than that reported.
+        if not (is_cached and self._launched):
+            self._withdraw_pending(request)
+        if is_cached and (self._launched or not self._session.reports_execution):
+            pool.cache_blocks(request, row.num_computed_tokens, sequence=self._sequence)
+        pool.free(request)
+        self._session.forget(request)
 
     def _withdraw_pending(self, request: Request) -> None:
         session = self._session

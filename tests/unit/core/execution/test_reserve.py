@@ -101,6 +101,19 @@ def test_filled_blocks_are_reported_and_found_once_their_step_was_executed() -> 
     assert world.num_found(other, "ab") == 8
 
 
+@pytest.mark.parametrize(("operation", "num_kept"), [(FREE, 8), (Operation.PREEMPT, 4)])
+def test_a_free_keeps_a_block_that_a_step_after_the_last_launched_one_reported(operation: Operation, num_kept: int) -> None:
+    """The token that filled it has run, and one more. A preemption can come before the token has run."""
+    world, session = holding()
+    other = world.open()
+    world.executed(session)
+    report(world, session, launched_sequence=1)
+    world.run(session, operation, request_numbers=[1], num_taken_tokens=[1], launched_sequence=1)
+    assert (world.num_found(session, "ab"), world.num_found(other, "ab")) == (num_kept, 4)
+    world.executed(session)
+    assert world.num_found(other, "ab") == num_kept
+
+
 @pytest.mark.parametrize("specs", [(), WINDOWED])
 def test_allocations_within_the_reserve_cache_and_free_at_once(specs: tuple[Any, ...]) -> None:
     world, session = holding(specs=specs)
