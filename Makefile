@@ -14,7 +14,7 @@ TEST_ENGINES = .venv-vllm-engine/bin/pytest -n 2 --dist loadfile --no-loadscope-
 NEWER_VLLM := .venv-vllm-engine/vllm-0.33.0
 # Of a change, it runs only what compares each feature.
 NEWER_TESTS = $(patsubst %,tests/engine/test_%.py,versions $(if $(filter change,$(DEPTH)),,signatures plugin refusals \
-    refused_messages scheduler sharing loads events tokens manager options_like_vllm quantised_caches lending sleep))
+    refused_messages scheduler sharing loads events tokens manager options_like_vllm quantised_caches lending host_memory promotions sleep))
 OWN_TESTS := .venv-vllm-engine/own-tests
 PROTOS := $(wildcard proto/kvpool/v1/*.proto)
 # For machines with Python 3.12, whatever runs here.

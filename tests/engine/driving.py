@@ -285,6 +285,7 @@ class Driver:
         self.generated: dict[str, list[int]] = {}
         self.requests: dict[str, Request] = {}
         self.lookups = dict.fromkeys(LOOKUPS, 0)
+        self.report: Any = None  # what outputs say of copies from and to host memory
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int, **values: Any) -> None:
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **values.pop("sampling", {}))
@@ -336,6 +337,8 @@ class Driver:
         )
         if self.scheduler.connector is not None:
             output.kv_connector_output = self.scheduler.connector.take_output(set(ids))
+        if self.report:
+            output.kvpool_report = self.report
         started = time.perf_counter()
         outputs = self.scheduler.update_from_output(scheduled, output)
         took = time.perf_counter() - started

@@ -27,7 +27,7 @@ from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.core.errors import WrongStateError
 from kvpool.core.steps.columns import Operation, Step, StepResult
 from kvpool.lending.fence import StepTicket
-from kvpool.lending.host_copies import HostCopies, Region
+from kvpool.lending.host_copies import CopyOrders, CopyReport, HostCopies, Region
 from kvpool.lending.steps_in_flight import StepsInFlight
 from support.session_transcript import RecordingTransport
 
@@ -109,8 +109,8 @@ class Engine:
 
 
 def host_copies(output: Any) -> list[tuple[int, int]] | None:
-    copies: list[tuple[int, int]] | None = getattr(output, "kvpool_host_copies", None)
-    return copies
+    orders: CopyOrders | None = getattr(output, "kvpool_copies", None)
+    return list(orders.before) if orders else None
 
 
 @pytest.fixture
@@ -301,7 +301,19 @@ def _worker(log: list[Any], world_size: int = 1) -> Any:
         return StepTicket(lambda: log.append("done"))
 
     worker._kvpool_memory = SimpleNamespace(step=step)
-    worker._kvpool_copies = SimpleNamespace(make=log.append, wait=lambda: log.append("wait"))
+
+    def begin(copies: list[tuple[int, int]]) -> Any:
+        log.append(("begin", copies))
+        return SimpleNamespace(query=lambda: worker._kvpool_copies.report.num_made > 0)
+
+    worker._kvpool_copies = SimpleNamespace(
+        make=log.append,
+        wait=lambda: log.append("wait"),
+        begin=begin,
+        join=lambda count: log.extend([f"join {count}"] if count else []),
+        report=CopyReport(),
+    )
+    worker._kvpool_report = CopyReport()
     worker.parallel_config = SimpleNamespace(world_size=world_size)
     worker.vllm_config = SimpleNamespace(kv_transfer_config=None)
     return worker
@@ -321,22 +333,43 @@ def _output(num_tokens: int, **fields: Any) -> Any:
 
 def test_copies_are_made_before_the_step_with_its_ticket(log: list[Any]) -> None:
     worker, copies = _worker(log, world_size=2), [(1, HOST)]
-    assert worker.execute_model(_output(3, kvpool_host_copies=copies)) == "output"
+    assert worker.execute_model(_output(3, kvpool_copies=CopyOrders(copies))) == "output"
     assert log == ["ticket", copies, "3 tokens", "done"]
 
 
 def test_copies_have_been_made_before_a_connector_can_load_into_their_sources(log: list[Any]) -> None:
     worker, copies = _worker(log), [(1, HOST)]
     worker.vllm_config.kv_transfer_config = object()
-    worker.execute_model(_output(3, kvpool_host_copies=copies))
+    worker.execute_model(_output(3, kvpool_copies=CopyOrders(copies)))
     assert log == ["ticket", copies, "wait", "3 tokens", "done"]
+
+
+def test_copies_in_the_background_have_a_ticket_of_their_own(log: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, copies, beside = _worker(log), [(1, HOST)], [(HOST, 2)]
+    monkeypatch.setattr(Worker.__base__, "execute_model", lambda *_: SimpleNamespace())
+    output = worker.execute_model(_output(3, kvpool_copies=CopyOrders(copies, beside, 1)))
+    assert log == ["ticket", "join 1", copies, "ticket", ("begin", beside), "join 1", "done"]
+    assert not hasattr(output, "kvpool_report")
+    log.clear()
+    worker._kvpool_copies.report = report = CopyReport(num_made=1)
+    output = worker.execute_model(_output(3))
+    assert log == ["done", "ticket", "done"]
+    assert output.kvpool_report == report
+    assert not hasattr(worker.execute_model(_output(3)), "kvpool_report")
+
+
+def test_an_engine_sleeps_when_its_copies_have_been_made(log: list[Any]) -> None:
+    worker = _worker(log)
+    worker._kvpool_memory = SimpleNamespace(unmap=lambda: log.append("unmap"))
+    worker._kvpool_unmap()
+    assert log == ["wait", "unmap"]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_copies_without_tokens_are_made_by_all_ranks_before_one_answers(world_size: int, log: list[Any]) -> None:
     worker, copies = _worker(log, world_size), [(1, HOST)]
     waits = ["wait", "barrier pp", "barrier pcp", "barrier tp"]
-    assert worker.execute_model(_output(0, kvpool_host_copies=copies)) == "output"
+    assert worker.execute_model(_output(0, kvpool_copies=CopyOrders(copies))) == "output"
     assert log == ["ticket", copies, *(waits if world_size > 1 else ()), "0 tokens", "done"]
     log.clear()
     worker.execute_model(_output(0))
@@ -351,7 +384,7 @@ def test_no_copy_is_made_while_the_engine_sleeps(log: list[Any]) -> None:
 
     worker._kvpool_memory.step = refuse
     with pytest.raises(WrongStateError, match="sleeps"):
-        worker.execute_model(_output(0, kvpool_host_copies=[(1, HOST)]))
+        worker.execute_model(_output(0, kvpool_copies=CopyOrders([(1, HOST)])))
     assert not log
 
 
@@ -359,7 +392,7 @@ def test_copies_that_fail_end_the_step(log: list[Any]) -> None:
     worker = _worker(log)
     worker._kvpool_copies = None
     with pytest.raises(ValueError, match="the lender of this worker has none"):
-        worker.execute_model(_output(3, kvpool_host_copies=[(1, HOST)]))
+        worker.execute_model(_output(3, kvpool_copies=CopyOrders([(1, HOST)])))
     assert log == ["ticket", "done"]
 
 

@@ -29,6 +29,7 @@ class Case:
         chats: What it is asked.
         options: More arguments of `vllm.LLM`.
         num_ranks: Number of its ranks.
+        settings: Settings of kvpool.
     """
 
     model: Any
@@ -36,19 +37,26 @@ class Case:
     chats: Revisits
     options: dict[str, Any] = field(default_factory=dict)
     num_ranks: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 ONE_AT_A_TIME = {"max_num_batched_tokens": 32, "max_num_seqs": 1}
 """Each step ends where a block does, so that the size of batches, on which states depend, does not depend on hits."""
+BESIDE = {"background_copy_mib": 0}
+"""Copies of nearly all hits are made while other requests run."""
 CASES = {
     "llama": Case(LLAMA, 80, Revisits(48, num_at_once=4)),
     "llama-ahead": Case(LLAMA, 80, Revisits(48, num_at_once=4), AHEAD),
     "gemma": Case(GEMMA, 250, Revisits(24, num_at_once=2)),
+    "llama-beside": Case(LLAMA, 80, Revisits(48, num_at_once=4), settings=BESIDE),
+    "llama-ahead-beside": Case(LLAMA, 80, Revisits(48, num_at_once=4), AHEAD, settings=BESIDE),
     "lfm2": Case(LFM2, 60, Revisits(24, num_at_once=1), ONE_AT_A_TIME),
     "tensor": Case(LLAMA, 80, Revisits(24, num_at_once=4), {"tensor_parallel_size": 2}, 2),
     "pipeline": Case(LLAMA, 80, Revisits(24, num_at_once=4), {"pipeline_parallel_size": 2}, 2),
+    "tensor-beside": Case(LLAMA, 80, Revisits(24, num_at_once=4), {"tensor_parallel_size": 2}, 2, BESIDE),
+    "pipeline-beside": Case(LLAMA, 80, Revisits(24, num_at_once=4), {"pipeline_parallel_size": 2}, 2, BESIDE),
 }
-COMPLETE = ("llama-ahead", "gemma", "tensor", "pipeline")
+COMPLETE = ("llama-ahead", "llama-beside", "gemma", "tensor", "pipeline", "tensor-beside", "pipeline-beside")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +71,9 @@ def test_every_token_is_that_of_vllm_alone_with_memory_for_all(name: str, addres
         alone = place.engine(is_attached=False, num_blocks=ALL_BLOCKS, options=case.options)
         expected = case.chats.run(alone)
         alone.stop()
-        engine = place.engine(options=case.options)
+        engine = place.engine(options=case.options, **case.settings)
+        if case.settings:  # beside a request that runs all the time
+            engine.ask("long", range(3, 20), 1000)
         found = case.chats.run(engine)
         engine.stop()
         with connect(address) as client:

@@ -323,6 +323,7 @@ class StepBuilder:
         budget_tokens = refused.step.admission_budget_tokens
         left_tokens = budget_tokens - sum([row.answer.num_new_tokens for row in refused.rows if isinstance(row, Row)])
         self.step.admission_budget_tokens = max(left_tokens, 0)
+        self.step.max_promoted_blocks = refused.step.max_promoted_blocks
         admits = left_tokens > 0 or not budget_tokens
         for row in refused.rows:
             if isinstance(row, DecodeRow) and row.unserved:

@@ -1,20 +1,25 @@
 """Copies of blocks between the memory of a rank and its host memory.
 
-A block of the first tier lies in one or more regions of the rank's memory, and in one slot of host memory, which holds
-its bytes of all regions, region by region. Copies are made in their order: a run of copies of one direction is made at
-once, unless it would write to a block twice.
+1. A block of the first tier lies in one or more regions of the rank's memory, and in one slot of host memory, which
+   holds its bytes of all regions, region by region.
+2. Copies are made in their order: a run of copies of one direction is made at once, unless it would write to a block
+   twice.
+3. Steps come after the copies that `make` was given before. They come after a batch of copies in the background, which
+   `begin` was given, once they `join` it. Until then, no other copy writes what that batch reads or writes.
 """
 
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from kvpool.core.errors import InvalidArgumentError
+from kvpool.lending.steps_in_flight import DeviceEvent
 
 _STAGING_BYTES: Final = 64 * 2**20
 """Bytes that a run copies at most, unless a block has more: on a device, they lie side by side there."""
@@ -37,12 +42,56 @@ class CopyStats:
     promotion_seconds: float = 0.0
 
 
+class CopyOrders(NamedTuple):
+    """What copies go with a step; each has a source and a target.
+
+    Attributes:
+        before: Copies to make before the step.
+        beside: Copies to begin with the step, in the background: one batch. Empty for none.
+        joined: The step comes after this number of batches in the background, from the first.
+    """
+
+    before: Sequence[tuple[int, int]] = ()
+    beside: Sequence[tuple[int, int]] = ()
+    joined: int = 0
+
+
+class CopyReport(NamedTuple):
+    """What an engine's scheduler hears of the copies of a rank.
+
+    Attributes:
+        num_made: Number of batches in the background, from the first, that have been made.
+        demotion_microseconds: Time that copies to host memory have taken so far.
+        promotion_microseconds: Time that copies from host memory have taken so far.
+    """
+
+    num_made: int = 0
+    demotion_microseconds: int = 0
+    promotion_microseconds: int = 0
+
+
 class _Run(NamedTuple):
     """Copies of one direction: blocks of the first tier, each with its slot of host memory."""
 
     demotes: bool
     blocks: list[int]
     slots: list[int]
+
+
+class _OnThread:
+    """Copies that a thread makes, as an event behind them."""
+
+    def __init__(self, timed: "Future[list[tuple[_Run, float]]]") -> None:
+        """Args: timed: The runs that the thread makes, with their seconds."""
+        self.timed: Final = timed
+
+    def query(self) -> bool:
+        """Whether they have been made."""
+        return self.timed.done()
+
+    def synchronize(self) -> None:
+        """Waits until they have. Raises what their thread has raised."""
+        self.timed.result()
 
 
 class HostCopies:
@@ -71,7 +120,12 @@ class HostCopies:
             start += part.shape[1]
         self._max_run: Final = max(_STAGING_BYTES // self._slot_bytes, 1)
         self._stream: Final = _stream(buffer.device) if buffer.is_cuda else None
-        self._staging: torch.Tensor | None = None
+        self._background: Final = _stream(buffer.device) if buffer.is_cuda else None
+        self._thread: ThreadPoolExecutor | None = None
+        self._batches: deque[DeviceEvent] = deque()
+        """Those of `begin` that may not have been made."""
+        self._num_made = 0
+        self._staging: dict[torch.cuda.Stream, torch.Tensor] = {}
         self._timed: deque[tuple[_Run, Any, Any]] = deque()
         """Runs that the device may not have completed, with the events around each."""
         self._bytes, self._seconds = [0, 0], [0.0, 0.0]  # of promotions, of demotions
@@ -84,39 +138,95 @@ class HostCopies:
             self._count(run, begin.elapsed_time(end) / 1000)
         return CopyStats(self._bytes[1], self._seconds[1], self._bytes[0], self._seconds[0])
 
+    @property
+    def num_made(self) -> int:
+        """Number of batches in the background, in the order in which they began, that have been made."""
+        while self._batches and self._batches[0].query():
+            batch = self._batches.popleft()
+            self._num_made += 1
+            if isinstance(batch, _OnThread):
+                self._count_all(batch.timed.result())
+        return self._num_made
+
+    @property
+    def report(self) -> CopyReport:
+        """What the scheduler hears of the copies."""
+        num_made, stats = self.num_made, self.stats
+        return CopyReport(num_made, int(stats.demotion_seconds * 1e6), int(stats.promotion_seconds * 1e6))
+
     def make(self, copies: Iterable[tuple[int, int]]) -> None:
         """Makes copies in order, each a source and a target. What the current stream launches next comes after them.
 
         Raises:
             InvalidArgumentError: One is not between a block of each tier; none is made.
         """
+        copies = self._checked(copies)
+        if self._stream is None:
+            self._count_all(self._made_here(copies))
+            return
+        self._launch(copies, self._stream)
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        _ = self.stats  # so that few events are kept
+
+    def begin(self, copies: Iterable[tuple[int, int]]) -> DeviceEvent:
+        """Begins a batch of copies, as `make`, after what was launched before. Returns the event behind them.
+
+        Raises:
+            InvalidArgumentError: As `make`.
+        """
+        copies = self._checked(copies)
+        if self._background is None:
+            self._thread = self._thread or ThreadPoolExecutor(1, "kvpool-copies")
+            batch: DeviceEvent = _OnThread(self._thread.submit(self._made_here, copies))
+        else:
+            batch = self._launch(copies, self._background)
+        self._batches.append(batch)
+        return batch
+
+    def join(self, num_batches: int) -> None:
+        """Has what the current stream launches next, and the next copies, come after the first batches of `begin`."""
+        for batch in islice(self._batches, max(num_batches - self.num_made, 0)):
+            if self._stream is None:
+                batch.synchronize()
+            else:
+                torch.cuda.current_stream(self._stream.device).wait_event(batch)  # type: ignore[arg-type]  # is of CUDA
+
+    def wait(self) -> None:
+        """Waits until all copies have been made."""
+        for stream in filter(None, (self._stream, self._background)):
+            stream.synchronize()
+        for batch in self._batches:
+            batch.synchronize()
+
+    def _checked(self, copies: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         copies = [*copies]
         for pair in copies:
             block, slot = sorted(pair)
             if not 0 <= block < self._num_blocks <= slot < self._num_blocks + len(self._host):
                 raise InvalidArgumentError("copies", f"{pair} is not between a block of each tier")
-        if self._stream is None:
-            for run in self._runs(copies):
-                began_seconds = time.perf_counter()
-                self._copy(run, self._host, run.slots)
-                self._count(run, time.perf_counter() - began_seconds)
-            return
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        return copies
+
+    def _made_here(self, copies: Iterable[tuple[int, int]]) -> list[tuple[_Run, float]]:
+        """Makes copies on a CPU; returns the runs, with their seconds."""
+        timed = []
+        for run in self._runs(copies):
+            began_seconds = time.perf_counter()
+            self._copy(run, self._host, run.slots)
+            timed.append((run, time.perf_counter() - began_seconds))
+        return timed
+
+    def _launch(self, copies: Iterable[tuple[int, int]], stream: torch.cuda.Stream) -> DeviceEvent:
+        """Has a stream make copies after what the current stream has launched; returns the event behind them."""
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
             for run in self._runs(copies):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
                 begin.record()
-                self._copy_on_device(run)
+                self._copy_on_device(run, stream)
                 end.record()
                 self._timed.append((run, begin, end))
-        current.wait_stream(self._stream)
-        _ = self.stats  # so that few events are kept
-
-    def wait(self) -> None:
-        """Waits until all copies have been made."""
-        if self._stream:
-            self._stream.synchronize()
+        return end
 
     def _runs(self, copies: Iterable[tuple[int, int]]) -> Iterator[_Run]:
         """Splits copies into runs. What a run reads it does not write, as that is in the other tier."""
@@ -143,12 +253,12 @@ class HostCopies:
             else:
                 part.index_copy_(0, blocks, rows[:, columns].index_select(0, at))
 
-    def _copy_on_device(self, run: _Run) -> None:
+    def _copy_on_device(self, run: _Run, stream: torch.cuda.Stream) -> None:
         """Copies through rows on the device, so that each range of slots is one transfer."""
-        if self._staging is None:
+        if stream not in self._staging:
             shape = self._max_run, self._host.shape[1]
-            self._staging = torch.empty(shape, dtype=self._host.dtype, device=self._parts[0][0].device)
-        rows = self._staging[: len(run.blocks)]
+            self._staging[stream] = torch.empty(shape, dtype=self._host.dtype, device=self._parts[0][0].device)
+        rows = self._staging[stream][: len(run.blocks)]
         if run.demotes:
             self._copy(run, rows, range(len(rows)))
         for first, slot, count in _ranges(run.slots):
@@ -160,6 +270,10 @@ class HostCopies:
     def _indices(self, values: Sequence[int]) -> torch.Tensor:
         indices = torch.tensor(values, dtype=torch.int64, pin_memory=self._stream is not None)
         return indices.to(self._parts[0][0].device, non_blocking=True)
+
+    def _count_all(self, timed: Iterable[tuple[_Run, float]]) -> None:
+        for run, seconds in timed:
+            self._count(run, seconds)
 
     def _count(self, run: _Run, seconds: float) -> None:
         self._bytes[run.demotes] += len(run.blocks) * self._slot_bytes

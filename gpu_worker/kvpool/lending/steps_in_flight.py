@@ -24,6 +24,7 @@ class StepsInFlight:
         """Args: record_event: Records an event behind what was launched; None for a CPU, which launches nothing."""
         self._record_event = record_event
         self._steps: deque[tuple[DeviceEvent, StepTicket]] = deque()
+        self._beside: deque[tuple[DeviceEvent, StepTicket]] = deque()
 
     def launched(self, ticket: StepTicket) -> DeviceEvent | None:
         """Takes the ticket of a step whose last kernel was launched; returns the event behind it, None on a CPU."""
@@ -34,13 +35,18 @@ class StepsInFlight:
         self._steps.append((event, ticket))
         return event
 
+    def launched_beside(self, ticket: StepTicket, event: DeviceEvent) -> None:
+        """Takes the ticket of work that runs beside steps until an event."""
+        self._beside.append((event, ticket))
+
     def finish_completed(self) -> None:
         """Finishes the tickets of completed steps, without waiting. Only the thread that launches steps calls it."""
-        while self._steps and self._steps[0][0].query():
-            self._steps.popleft()[1].done()
+        for launched in (self._steps, self._beside):
+            while launched and launched[0][0].query():
+                launched.popleft()[1].done()
 
     def finish_all(self) -> None:
         """Waits for the steps that were launched, and finishes their tickets. Any thread may call it."""
-        for event, ticket in self._steps.copy():
+        for event, ticket in (*self._steps.copy(), *self._beside.copy()):
             event.synchronize()
             ticket.done()

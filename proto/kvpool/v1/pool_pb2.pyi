@@ -597,6 +597,8 @@ class HostMemoryInfo(_message.Message):
     COPIED_IN_BLOCKS_FIELD_NUMBER: _builtins.int
     EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     LOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    COPYING_OUT_MICROSECONDS_FIELD_NUMBER: _builtins.int
+    COPYING_IN_MICROSECONDS_FIELD_NUMBER: _builtins.int
     cached_blocks: _builtins.int
     """Number of blocks that can be hit there, those included that can be hit in the first tier, too."""
     used_blocks: _builtins.int
@@ -609,6 +611,10 @@ class HostMemoryInfo(_message.Message):
     """Cached blocks of host memory that others replaced."""
     lost_blocks: _builtins.int
     """Cached blocks of the first tier that allocations evicted before they were copied."""
+    copying_out_microseconds: _builtins.int
+    """Time that copies to host memory have taken, in microseconds, as engines report it."""
+    copying_in_microseconds: _builtins.int
+    """Time that copies from host memory have taken, in microseconds, as engines report it."""
     def __init__(
         self,
         *,
@@ -618,10 +624,12 @@ class HostMemoryInfo(_message.Message):
         copied_in_blocks: _builtins.int = ...,
         evicted_blocks: _builtins.int = ...,
         lost_blocks: _builtins.int = ...,
+        copying_out_microseconds: _builtins.int = ...,
+        copying_in_microseconds: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "copied_in_blocks", b"copied_in_blocks", "copied_out_blocks", b"copied_out_blocks", "evicted_blocks", b"evicted_blocks", "lost_blocks", b"lost_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "copied_in_blocks", b"copied_in_blocks", "copied_out_blocks", b"copied_out_blocks", "copying_in_microseconds", b"copying_in_microseconds", "copying_out_microseconds", b"copying_out_microseconds", "evicted_blocks", b"evicted_blocks", "lost_blocks", b"lost_blocks", "used_blocks", b"used_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -207,7 +207,10 @@ class Step(_message.Message):
     EXECUTED_SEQUENCE_FIELD_NUMBER: _builtins.int
     LAUNCHED_SEQUENCE_FIELD_NUMBER: _builtins.int
     ADMISSION_BUDGET_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_PROMOTED_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_CREDIT_ALLOCATIONS_FIELD_NUMBER: _builtins.int
+    COPYING_OUT_MICROSECONDS_FIELD_NUMBER: _builtins.int
+    COPYING_IN_MICROSECONDS_FIELD_NUMBER: _builtins.int
     OPERATIONS_FIELD_NUMBER: _builtins.int
     REQUEST_NUMBERS_FIELD_NUMBER: _builtins.int
     DECLARES_FIELD_NUMBER: _builtins.int
@@ -250,8 +253,16 @@ class Step(_message.Message):
     """
     admission_budget_tokens: _builtins.int
     """Maximum number of tokens that all admissions of this step together may allocate slots for. 0: no limit."""
+    max_promoted_blocks: _builtins.int
+    """An admission (OPERATION_ADMIT) whose hit has more blocks of host memory than this takes slots for its hit alone: its
+    num_new_tokens is 0. So other requests can run while the copies are made. 0: no limit.
+    """
     num_credit_allocations: _builtins.int
     """Number of allocations that the client made from credit since the last step, at most 2^24, for statistics."""
+    copying_out_microseconds: _builtins.int
+    """Time that the engine's copies to host memory have taken since the last step, in microseconds, for statistics."""
+    copying_in_microseconds: _builtins.int
+    """Time that the engine's copies from host memory have taken since the last step, in microseconds, for statistics."""
     block_hashes: _builtins.bytes
     """Queue: hashes of the hash blocks that the appended tokens filled, concatenated. With caching, a request has one
     hash per hash_block_size tokens; without, none.
@@ -382,7 +393,10 @@ class Step(_message.Message):
         executed_sequence: _builtins.int = ...,
         launched_sequence: _builtins.int = ...,
         admission_budget_tokens: _builtins.int = ...,
+        max_promoted_blocks: _builtins.int = ...,
         num_credit_allocations: _builtins.int = ...,
+        copying_out_microseconds: _builtins.int = ...,
+        copying_in_microseconds: _builtins.int = ...,
         operations: _abc.Iterable[Global___Operation.ValueType] | None = ...,
         request_numbers: _abc.Iterable[_builtins.int] | None = ...,
         declares: _abc.Iterable[_builtins.bool] | None = ...,
@@ -410,7 +424,7 @@ class Step(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "declares", b"declares", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids", "trace_contexts", b"trace_contexts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission_budget_tokens", b"admission_budget_tokens", "block_hashes", b"block_hashes", "block_ids", b"block_ids", "copying_in_microseconds", b"copying_in_microseconds", "copying_out_microseconds", b"copying_out_microseconds", "declares", b"declares", "delay_cache_blocks", b"delay_cache_blocks", "executed_sequence", b"executed_sequence", "full_sequence_must_fit", b"full_sequence_must_fit", "launched_sequence", b"launched_sequence", "lora_names", b"lora_names", "max_promoted_blocks", b"max_promoted_blocks", "num_appended_tokens", b"num_appended_tokens", "num_block_ids", b"num_block_ids", "num_credit_allocations", b"num_credit_allocations", "num_encoder_tokens", b"num_encoder_tokens", "num_external_tokens", b"num_external_tokens", "num_in_flight_tokens", b"num_in_flight_tokens", "num_lookahead_tokens", b"num_lookahead_tokens", "num_new_tokens", b"num_new_tokens", "num_prompt_tokens", b"num_prompt_tokens", "num_rejected_tokens", b"num_rejected_tokens", "num_reserved_blocks", b"num_reserved_blocks", "num_taken_tokens", b"num_taken_tokens", "num_watermark_blocks", b"num_watermark_blocks", "operations", b"operations", "protocol_version", b"protocol_version", "request_ids", b"request_ids", "request_numbers", b"request_numbers", "sequence", b"sequence", "session_id", b"session_id", "token_ids", b"token_ids", "trace_contexts", b"trace_contexts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,7 +16,7 @@ FIELDS: Final = (
     *("calls", "tokens", "token_name", "peer", "path"),
     *("device", "host", "pid", "server", "address", "addresses", "steps"),
     *("journal", "setting", "field", "async_scheduling"),
-    *("rounds", "waits_admission", "waits_decode", "waits_background"),
+    *("rounds", "waits_admission", "waits_decode", "waits_background", "copies_beside"),
 )
 """All fields of kvpool's log events, in the order of output."""
 

@@ -212,12 +212,16 @@ class HostCounters:
         copied_in_blocks: Blocks that steps copied from there.
         evicted_blocks: Cached blocks of host memory that others replaced.
         lost_blocks: Cached blocks of the first tier that allocations evicted before they were copied.
+        copying_out_microseconds: Time that copies to host memory have taken, as engines report it.
+        copying_in_microseconds: Time that copies from there have taken.
     """
 
     copied_out_blocks: int = 0
     copied_in_blocks: int = 0
     evicted_blocks: int = 0
     lost_blocks: int = 0
+    copying_out_microseconds: int = 0
+    copying_in_microseconds: int = 0
 
 
 class Histogram:

@@ -106,6 +106,8 @@ BAD_STEPS = {
     "column too short": bad("num_new_tokens", ALLOCATE, RESET, numbers=[1, 0], new=[1]),
     "column of ids too short": bad("num_block_ids", EVICT, EVICT, counts=[0]),
     "negative budget": bad("admission_budget_tokens", admission_budget_tokens=-1),
+    "negative time of copies": bad("copying_in_microseconds", copying_in_microseconds=-1),
+    "negative limit of promoted blocks": bad("max_promoted_blocks", max_promoted_blocks=-1),
     "execution of what was not sent": bad("executed_sequence", executed_sequence=2),
     "bad after good": bad(
         "request_numbers[2]",

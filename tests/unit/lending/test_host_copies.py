@@ -1,6 +1,7 @@
 """Blocks are copied between the tiers of a rank, in order, wherever a block's bytes are."""
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Final
 
@@ -116,14 +117,50 @@ def test_bytes_and_seconds_are_counted_by_direction(device: torch.device) -> Non
     assert min(stats.demotion_seconds, stats.promotion_seconds) > 0
 
 
+def test_copies_in_the_background_are_made_beside_others(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_copy, made_here = threading.Event(), HostCopies._made_here
+
+    def slow(copies: HostCopies, pairs: list[tuple[int, int]]) -> object:
+        assert threading.current_thread() is threading.main_thread() or may_copy.wait(60)
+        return made_here(copies, pairs)
+
+    monkeypatch.setattr(HostCopies, "_made_here", slow)
+    event = tiers.copies.begin([(slot(2), 5), (slot(0), 6)])
+    tiers.copies.make([(3, slot(4))])
+    tiers.copies.join(0)
+    assert (event.query(), tiers.copies.report.num_made, tiers.blocks()[5]) == (False, 0, tiers.expected[5])
+    tiers.copies.begin([(slot(1), 7)])
+    may_copy.set()
+    tiers.copies.join(1)
+    assert event.query()
+    assert tiers.blocks()[5:7] == [tiers.expected[slot(2)], tiers.expected[slot(0)]]
+    tiers.copies.wait()
+    assert (tiers.copies.report.num_made, tiers.blocks()[7]) == (2, tiers.expected[slot(1)])
+    assert tiers.copies.stats.promoted_bytes == 3 * len(tiers.expected[0])
+
+
+@on_each_device
+def test_steps_come_after_the_copies_in_the_background_that_they_join(device: torch.device) -> None:
+    tiers = Tiers((1 << 13,), device)
+    for value in range(20):
+        tiers.host.fill_(value)
+        tiers.copies.begin([(slot(i), i) for i in range(NUM_SLOTS)])
+        tiers.copies.join(value + 1)
+        found = tiers.buffer.view(NUM_BLOCKS, -1)[:NUM_SLOTS].clone()
+        tiers.copies.wait()  # the host may write to the slots again
+        assert bool((found == value).all())
+    assert tiers.copies.report.num_made == 20
+
+
 @on_each_device
 @pytest.mark.parametrize(
     "pair", [(0, 1), (slot(0), slot(1)), (-1, slot(0)), (3, slot(NUM_SLOTS)), (slot(NUM_SLOTS), 3)]
 )
 def test_a_copy_that_is_not_between_the_tiers_is_refused(pair: tuple[int, int], device: torch.device) -> None:
     tiers = Tiers((16, 16), device)
-    with pytest.raises(InvalidArgumentError, match="is not between a block of each tier"):
-        tiers.copies.make([(3, slot(2)), pair])
+    for copy in (tiers.copies.make, tiers.copies.begin):
+        with pytest.raises(InvalidArgumentError, match="is not between a block of each tier"):
+            copy([(3, slot(2)), pair])
     assert tiers.blocks() == tiers.expected
     assert tiers.copies.stats == CopyStats()
 

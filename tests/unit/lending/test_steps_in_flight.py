@@ -41,3 +41,15 @@ def test_a_step_on_a_device_is_done_when_its_event_has_completed() -> None:
     steps.finish_completed()
     steps.finish_all()
     assert done == [0, 1, 2]
+
+
+def test_work_beside_steps_does_not_keep_the_tickets_of_steps() -> None:
+    step, work = Event(), Event()
+    steps, done = StepsInFlight(lambda: step), list[str]()
+    steps.launched_beside(StepTicket(lambda: done.append("work")), work)
+    steps.launched(StepTicket(lambda: done.append("step")))
+    step.has_completed = True
+    steps.finish_completed()
+    assert done == ["step"]
+    steps.finish_all()
+    assert done == ["step", "work"]

@@ -20,6 +20,7 @@ from kvpool.client.protocol import ends_session
 from kvpool.client.request import Request
 from kvpool.client.session import Session
 from kvpool.client.step_builder import StepBuilder, StepFormat
+from kvpool.client.vllm.promotions import Promotions
 from kvpool.core.errors import (
     AbortedError,
     DeniedError,
@@ -31,6 +32,7 @@ from kvpool.core.errors import (
 )
 from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.steps.columns import Step
+from kvpool.lending.host_copies import CopyOrders
 from kvpool.wire.errors import DeadlineError, ServerError
 
 SESSION_ENDED: Final = (
@@ -63,10 +65,12 @@ class EngineCalls:
         has_failed: Whether a call to the service failed, so that the session is unusable.
         lost: The error that ended the session of an engine with private memory.
         waits: How often a round has waited for the service, by cause.
+        promotions: Copies from host memory in the background.
     """
 
-    def __init__(self, session: Session, *, is_private: bool) -> None:
+    def __init__(self, session: Session, promotions: Promotions, *, is_private: bool) -> None:
         self.session = session
+        self.promotions = promotions
         self.is_private = is_private
         self.requests: dict[str, Request] = {}
         self.has_failed = False
@@ -231,7 +235,7 @@ class EngineCalls:
             sequence: The step.
             is_newest: Whether no later round has been scheduled, so that all steps that were sent have run.
         """
-        executed = self.session.sequence if is_newest else sequence
+        executed = self.promotions.last_executed(self.session.sequence if is_newest else sequence)
         self._collect_copies()
         for copy in (*self._host_copies, *self._given_up):
             executed = min(executed, copy.sequence - 1)
@@ -245,15 +249,23 @@ class EngineCalls:
         copies, self._copies = self._copies, []
         return copies
 
-    def take_host_copies(self) -> list[tuple[int, int]]:
-        """Returns source and target of the other copies, in order. The output of the round that has ended carries them.
+    def take_host_copies(self) -> CopyOrders | None:
+        """Returns the other copies, in order. The output of the round that has ended carries them.
 
         Its workers make them before those within the first tier, which may read what they write. Those of a session
         that is lost are not made: their blocks may have other owners.
         """
         self._collect_copies()
         copies, self._host_copies = self._host_copies, []
-        return [] if self.lost else [(copy.source, copy.target) for copy in copies]
+        return None if self.lost else self.promotions.orders([(copy.source, copy.target) for copy in copies])
+
+    def promote(self, session_request: Request) -> None:
+        """Has a request wait for the copies of its hit, which are made in the background."""
+        self._collect_copies()
+        held = {block_id for block_ids in session_request.block_ids for block_id in block_ids}
+        own = [copy for copy in self._host_copies if copy.target in held]
+        self._host_copies = [copy for copy in self._host_copies if copy.target not in held]
+        self.promotions.begin(session_request.request_id, own)
 
     def host_targets(self) -> set[int]:
         """Returns the blocks that the next such copies fill."""
@@ -305,6 +317,7 @@ class EngineCalls:
         builder, self._builder = self.builder, None
         self._num_delivering, self._reporting = len(self._undelivered), self._executed
         builder.step.executed_sequence, builder.step.launched_sequence = self._executed, self._launched
+        self.promotions.put_times(builder.step)
         if self._has_launched and self._launched <= self._executed:  # a round on credit, which has no number
             builder.step.launched_sequence = self.session.sequence + 1
         return builder

@@ -6,6 +6,7 @@ decides which messages are sent, and when.
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.connectors import Coordinator, DeferredFrees, UncertainLoads
 from kvpool.client.vllm.engine_calls import EngineCalls
 from kvpool.client.vllm.events import EventForwarder
+from kvpool.client.vllm.promotions import Promotions, max_promoted_blocks
 from kvpool.client.vllm.step_batcher import StepBatcher
 from kvpool.client.vllm.versions import SPECS
 from kvpool.client.vllm.weights import unknown_weights_version
@@ -50,7 +52,13 @@ class KVCacheManager:
     mamba_shared_prefix_checkpoint = False
 
     def __init__(
-        self, session: Session, scheduler: Any, events: EventForwarder | None = None, *, shares_memory: bool = False
+        self,
+        session: Session,
+        scheduler: Any,
+        events: EventForwarder | None = None,
+        *,
+        shares_memory: bool = False,
+        background_copy_mib: int = 0,
     ) -> None:
         config = session.config
         self.session = session
@@ -61,7 +69,8 @@ class KVCacheManager:
         self.empty_kv_cache_blocks = KVCacheBlocks([()] * len(config.groups))
         self.prefix_cache_stats = PrefixCacheStats() if scheduler.log_stats else None
         self._has_connector = scheduler.connector is not None
-        self.calls = EngineCalls(session, is_private=not (shares_memory or self._has_connector))
+        promotions = Promotions(max_promoted_blocks(scheduler, config, background_copy_mib))
+        self.calls = EngineCalls(session, promotions, is_private=not (shares_memory or self._has_connector))
         self.batcher = StepBatcher(self.calls, scheduler)
         specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
         self.coordinator = Coordinator(config.spans_tokens, specs, self.calls.requests)
@@ -100,9 +109,13 @@ class KVCacheManager:
                 self.batcher.admit_waiting(request)
             admitted = self.batcher.admitted.get(request.request_id)
             if admitted is None and self.enable_caching:
-                blocks, num_tokens, boundary = self._lookup(request)
+                answer = self.batcher.lookup(request)
+                num_tokens, boundary = answer.num_hit_tokens, answer.shared_prefix_boundary_tokens
+                blocks = KVCacheBlocks(answer.hit_blocks, answer.computed) if num_tokens else blocks
             elif admitted and admitted.ok:
                 blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
+        if num_tokens:
+            self.calls.promotions.note_hit(chain.from_iterable(blocks.block_ids))
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.publish_hit(request, blocks.block_ids)
         return blocks, num_tokens, boundary
@@ -119,16 +132,6 @@ class KVCacheManager:
 
     def _looks_up(self, request: EngineRequest) -> bool:
         return self.enable_caching and not request.skip_reading_prefix_cache
-
-    def _lookup(self, request: EngineRequest) -> tuple[KVCacheBlocks, int, int]:
-        """Looks up the cached prefix of a request that was not admitted ahead."""
-        session_request = self.calls.session_request(request)
-        answer = self.calls.builder_for(session_request).get_computed_blocks(session_request)
-        self.calls.send()
-        boundary = answer.shared_prefix_boundary_tokens
-        if not answer.num_hit_tokens:
-            return self.empty_kv_cache_blocks, 0, boundary
-        return KVCacheBlocks(answer.hit_blocks, answer.computed), answer.num_hit_tokens, boundary
 
     # ---- allocation
 
@@ -225,6 +228,7 @@ class KVCacheManager:
 
     def free(self, request: EngineRequest) -> None:
         """Frees the blocks of a preempted or finished request, the last block first."""
+        self.calls.promotions.end(request.request_id)
         session_request = self.calls.requests.get(request.request_id)
         if session_request is None:
             return

@@ -10,7 +10,7 @@ A round is one call of the scheduler's `schedule`.
 2. A wrong prediction is undone. It costs a message but never changes a result: see `StepBatcher`.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from itertools import islice
 from typing import Any, Final
 
@@ -119,7 +119,7 @@ class SchedulePredictor:
     def admissions(self, max_admissions: int) -> list[Request]:
         """Predicts the next admissions, at most `max_admissions`, if tokens and blocks are left for them."""
         scheduler = self._scheduler
-        if not self._predicts_admissions or scheduler.kv_holding_waiting:
+        if not self._predicts_admissions or not self._are_skipped(scheduler.kv_holding_waiting):
             return []
         if scheduler.pause_state is not PauseState.UNPAUSED:
             return []
@@ -128,7 +128,7 @@ class SchedulePredictor:
         predicted: list[Request] = []
         num_embeds_left = self.encoder_inputs.num_embeds_left
         for request in islice(scheduler.waiting, limit):
-            if not _is_admissible(request):
+            if not is_admissible(request):
                 break
             if request.mm_features:
                 num_embeds_left -= num_embeds(request)  # whatever it hits, it needs no more
@@ -137,8 +137,14 @@ class SchedulePredictor:
             predicted.append(request)
         return predicted
 
+    def _are_skipped(self, requests: Iterable[Request]) -> bool:
+        """Whether the scheduler skips these requests, which hold blocks, as they wait for copies from host memory."""
+        scheduler = self._scheduler
+        promotions = scheduler.kv_cache_manager.calls.promotions
+        return all(scheduler.running and promotions.waits(each.request_id) for each in requests)
 
-def _is_admissible(request: Request) -> bool:
+
+def is_admissible(request: Request) -> bool:
     """Whether the admission of a waiting request is a plain look-up and allocation."""
     return (
         request.status in _ADMISSIBLE

@@ -10,7 +10,9 @@ from typing import Any, Self
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as EngineAsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as EngineScheduler
+from vllm.v1.request import RequestStatus
 
+from kvpool.client.results import Answer
 from kvpool.client.vllm.attach import Attachment, attach, has_own_process
 from kvpool.client.vllm.engine_calls import SESSION_ENDED
 from kvpool.client.vllm.engine_core import announce_loads, announce_sleep
@@ -64,7 +66,13 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         if session.config.makes_events and self.enable_kv_cache_events:
             specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
             events = EventForwarder(self._kvpool.client, session.config, specs, self.kv_event_publisher)
-        self.kv_cache_manager = KVCacheManager(session, self, events, shares_memory=self._kvpool_settings.shares_memory)
+        self.kv_cache_manager = KVCacheManager(
+            session,
+            self,
+            events,
+            shares_memory=self._kvpool_settings.shares_memory,
+            background_copy_mib=self._kvpool_settings.background_copy_mib,
+        )
 
     def _attach_anew(self, error: KvpoolError) -> None:
         """Preempts all running requests, and attaches the private memory of the engine again.
@@ -113,8 +121,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             output.kvpool_lease = (self._kvpool.session.config.name, lease.epoch, lease.session_number)
         loads = self.kv_cache_manager.loads
         self._rounds.append((output, self.kv_cache_manager.batcher.end(), loads.end_round() if loads else {}))
-        if copies := self.kv_cache_manager.calls.take_host_copies():
-            output.kvpool_host_copies = copies  # which the workers make before they run the step
+        if orders := self.kv_cache_manager.calls.take_host_copies():
+            output.kvpool_copies = orders  # for the workers
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.calls.check_lease()
         return output
@@ -165,6 +173,39 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         self.kv_cache_manager.batcher.predictor.encoder_inputs.note_scheduled(budget)
         return scheduled
 
+    def _handle_blocked_waiting_request(self, request: Any) -> bool:
+        """Returns whether a waiting request can be scheduled, as vLLM does; not while its hit is being copied."""
+        promotions = self.kv_cache_manager.calls.promotions
+        if promotions.max_blocks and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            if self.running and promotions.waits(request.request_id):
+                return False
+            promotions.end(request.request_id)
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            return True
+        if not super()._handle_blocked_waiting_request(request):
+            return False
+        hit = self.kv_cache_manager.batcher.promote(request) if promotions.max_blocks and self.running else None
+        if hit:
+            self._await_copies(request, hit)
+        return hit is None
+
+    def _await_copies(self, request: Any, hit: Answer) -> None:
+        """Has a request wait for the copies of its hit. vLLM skips it, as one that waits for a KV connector."""
+        manager = self.kv_cache_manager
+        manager.record_prefix_cache_stats(request, hit.num_hit_tokens)
+        if manager.events and getattr(request, "kv_cache_report_mode", "") == "full":
+            manager.events.publish_hit(request, hit.hit_blocks)
+        if request.prefill_stats and not request.num_preemptions:
+            request.prefill_stats.set(
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_local_cached_tokens=hit.num_hit_tokens,
+                num_external_cached_tokens=0,
+            )
+        request.num_computed_tokens = hit.num_hit_tokens
+        request.shared_prefix_boundary = hit.shared_prefix_boundary_tokens
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        self._inflight_prefills.add(request)
+
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         """Waits for the first answer, then reads the blocks of the round as vLLM does."""
         self.kv_cache_manager.calls.settle()
@@ -172,6 +213,10 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """Handles the outputs of a round as vLLM does; other sessions may hit its blocks from now on."""
+        promotions = self.kv_cache_manager.calls.promotions
+        promotions.report = getattr(model_runner_output, "kvpool_report", promotions.report)
+        if orders := getattr(scheduler_output, "kvpool_copies", None):
+            promotions.settle(orders)
         while self._rounds:
             output, sequence, loading = self._rounds.popleft()
             if output is scheduler_output:
@@ -191,7 +236,10 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def finish_requests(self, *args: Any, **kwargs: Any) -> Any:
         """Ends requests on external request, as vLLM does."""
+        # vLLM would keep the blocks of requests that wait for copies. The next step comes after the copies instead.
+        self.finished_recving_kv_req_ids.update(self.kv_cache_manager.calls.promotions.waiting)
         ended = super().finish_requests(*args, **kwargs)
+        self.finished_recving_kv_req_ids.difference_update(self.kv_cache_manager.calls.promotions.waiting)
         self._flush_if_idle()
         return ended
 
@@ -224,6 +272,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
                 "waits_admission": calls.waits["admission"],
                 "waits_decode": calls.waits["decode"],
                 "waits_background": calls.waits["background"],
+                "copies_beside": calls.promotions.num_copies,
             },
         )
         try:

@@ -58,6 +58,8 @@ class Settings:
             bytes; default: KVPOOL_WEIGHTS_VERSION or, in memory that engines share, what identifies the files that it
             loads. Engines hit only blocks that were computed with an equal version. It can be changed while the engine
             runs: see `AdminClient.set_weights_version`.
+        background_copy_mib: Copies of a hit from host memory that have more MiB per rank are made while other requests
+            run; others before the step.
         untested_version: Version of vLLM to run although it is not supported, such as "0.34.0"; default:
             KVPOOL_UNTESTED_VERSION. Its scheduler may differ in ways that give other results.
     """
@@ -73,6 +75,7 @@ class Settings:
     deadline_seconds: float = 120.0
     memory: str = ""
     weights_version: str = ""
+    background_copy_mib: int = 64
     untested_version: str = ""
 
     @classmethod

@@ -10,6 +10,7 @@ A round is one call of the scheduler's `schedule`.
 
 import logging
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from vllm.v1.request import Request as EngineRequest
@@ -20,7 +21,7 @@ from kvpool.client.step_builder import StepFormat
 from kvpool.client.vllm.batched_requests import BatchedRequests, Grant
 from kvpool.client.vllm.blocks import KVCacheBlocks
 from kvpool.client.vllm.engine_calls import EngineCalls
-from kvpool.client.vllm.schedule_predictor import SchedulePredictor
+from kvpool.client.vllm.schedule_predictor import SchedulePredictor, is_admissible
 from kvpool.core.steps.allocation_options import AllocationOptions
 from kvpool.core.steps.columns import Outcome
 
@@ -56,6 +57,8 @@ class StepBatcher:
         self._reserves_sequence = bool(scheduler.scheduler_reserve_full_isl)
         self._no_blocks = KVCacheBlocks([()] * len(config.groups))
         self._grants: dict[str, Grant] = {}  # of running requests
+        self._found: tuple[str, Answer] | None = None
+        """The request that `promote` has looked up last."""
         self._zeroes = bool(scheduler.needs_kv_cache_zeroing)
         self._look_ahead = _FIRST_LOOK_AHEAD
         self._marks_start = StepFormat.of(config).has_gaps
@@ -139,6 +142,57 @@ class StepBatcher:
             self._add_admissions(batch, request)
         self._send_batch(batch)
 
+    def lookup(self, request: EngineRequest) -> Answer:
+        """Looks up the cached prefix of a request that was not admitted ahead."""
+        found, self._found = self._found, None
+        if found and found[0] == request.request_id:
+            return found[1]
+        session_request = self._calls.session_request(request)
+        answer = self._calls.builder_for(session_request).get_computed_blocks(session_request)
+        self._calls.send()
+        return answer
+
+    def promote(self, request: EngineRequest) -> Answer | None:
+        """Admits a waiting request for its hit alone, if that is so large that its copies are made in the background.
+
+        Returns:
+            The hit; None if the request is to be admitted as usual.
+        """
+        promotions = self._calls.promotions
+        if not is_admissible(request):
+            return None
+        self._calls.settle()
+        if request.request_id not in self.admitted:
+            self.admit_waiting(request)
+        answer = self.admitted.get(request.request_id)
+        if answer is None:
+            answer = self.lookup(request)
+            self._found = request.request_id, answer
+            first_host = self._calls.session.config.num_blocks
+            num_host = sum(block_id >= first_host for blocks in answer.hit_blocks for block_id in blocks)
+            if num_host <= promotions.max_blocks or not self._allocate_hit(request, answer):
+                return None
+            self._found = None
+        elif not answer.ok or answer.num_new_tokens:
+            return None
+        else:
+            del self.admitted[request.request_id]
+        promotions.note_hit(chain.from_iterable(answer.hit_blocks))
+        self._calls.promote(self._calls.requests[request.request_id])
+        return answer
+
+    def _allocate_hit(self, request: EngineRequest, found: Answer) -> bool:
+        """Allocates the hit of a look-up, and no slots for further tokens; returns whether it was granted."""
+        session_request = self._calls.session_request(request)
+        options = AllocationOptions(
+            num_watermark_blocks=self.watermark_blocks, full_sequence_must_fit=self._reserves_sequence
+        )
+        answer = self._calls.builder_for(session_request).allocate_slots(
+            session_request, 0, computed=found.computed, num_computed_tokens=0, options=options
+        )
+        self._calls.send()
+        return answer.ok
+
     def forget(self, request_id: str) -> None:
         """Drops the predictions of a request."""
         self.admitted.pop(request_id, None)
@@ -174,6 +228,7 @@ class StepBatcher:
             return
         max_tokens = self.predictor.long_prefill_tokens()
         is_first = not self._scheduler.running  # which may go below the watermark
+        others_run = not is_first
         session_requests = [self._calls.session_request(request) for request in predicted]
         builder = self._calls.builder_for(*session_requests)
         for session_request in session_requests:
@@ -185,6 +240,8 @@ class StepBatcher:
             batch.admissions.append((session_request.request_id, answer))
             is_first = False
         builder.step.admission_budget_tokens = self.tokens_left - batch.num_tokens
+        if others_run:
+            builder.step.max_promoted_blocks = self._calls.promotions.max_blocks
 
     def _new_batch(self, predicted: list[tuple[EngineRequest, int]], found: list[Request]) -> BatchedRequests:
         """Starts a batch with the calls of running requests, see `_running`."""

@@ -16,7 +16,8 @@ engine:
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Final
@@ -35,7 +36,7 @@ from kvpool.client.vllm.pool_config import UnsupportedError
 from kvpool.client.vllm.settings import Settings
 from kvpool.core.ids import SessionNumber, TableLease
 from kvpool.lending.fence import StepTicket
-from kvpool.lending.host_copies import HostCopies
+from kvpool.lending.host_copies import CopyOrders, CopyReport, HostCopies
 from kvpool.lending.lender_client import LenderClient, LentMemory
 from kvpool.lending.processes import end_with_parent
 from kvpool.lending.steps_in_flight import DeviceEvent, StepsInFlight
@@ -83,6 +84,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         self._kvpool_lender = self._kvpool_connect(vllm_config, rank)
         self._kvpool_memory: LentMemory | None = None
         self._kvpool_copies: HostCopies | None = None
+        self._kvpool_report = CopyReport()
         self._kvpool_ticket: StepTicket | None = None
         self._kvpool_transfers: StepTicket | None = None
         self._kvpool_is_warming_up = False
@@ -192,8 +194,8 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         self._kvpool_end_step()  # of a rank that does not sample
         self._kvpool_ticket = self._kvpool_admit(scheduler_output)
         try:
-            if copies := _host_copies(scheduler_output):
-                self._kvpool_copy(copies, is_alone=not scheduler_output.total_num_scheduled_tokens)
+            if orders := _copy_orders(scheduler_output):
+                self._kvpool_copy(scheduler_output, orders)
             output = super().execute_model(scheduler_output)
         except BaseException:
             self._kvpool_end_step()
@@ -216,25 +218,43 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         stage of a pipeline that is not the last one is not waited for: its output reports nothing.
         """
         event = self._kvpool_end_step()
-        if event is None or not get_pp_group().is_last_rank:
+        report = self._kvpool_copies.report if self._kvpool_copies else None
+        if report == self._kvpool_report:
+            report = None
+        if not (event or report) or not get_pp_group().is_last_rank:
             return output
+        self._kvpool_report = report or self._kvpool_report
         if isinstance(output, AsyncModelRunnerOutput):
-            return CompletedOutput(output, event)
-        event.synchronize()
-        return output
+            return CompletedOutput(output, event, report)
+        if event:
+            event.synchronize()
+        return _with_report(output, report)
 
-    def _kvpool_copy(self, copies: Sequence[tuple[int, int]], *, is_alone: bool) -> None:
-        """Makes copies from and to host memory, of a step with tokens or alone."""
-        if self._kvpool_copies is None:
+    def _kvpool_copy(self, scheduler_output: Any, orders: CopyOrders) -> None:
+        """Makes the copies from and to host memory that go with a step, which may have no tokens."""
+        copies = self._kvpool_copies
+        if copies is None:
             raise ValueError("kvpool: the scheduler's pool has host memory, and the lender of this worker has none")
-        self._kvpool_copies.make(copies)
+        copies.join(orders.joined)
+        if orders.before:
+            copies.make(orders.before)
+        if orders.beside:
+            # They can outlast the step. Until they have been made, no other session may use the blocks.
+            ticket = self._kvpool_step(scheduler_output)
+            try:
+                self._kvpool_steps.launched_beside(ticket, copies.begin(orders.beside))
+            except BaseException:
+                ticket.done()
+                raise
+            copies.join(orders.joined)
         if self.vllm_config.kv_transfer_config is not None:
             # A connector loads into blocks when it likes, also into the source of a copy, which is free.
-            self._kvpool_copies.wait()
+            copies.wait()
+        is_alone = not scheduler_output.total_num_scheduled_tokens
         if is_alone and self.parallel_config.world_size > 1:
             # Layers exchange data, so that the output of a step shows that all ranks have made its copies. Here, the
             # rank that answers must wait for the others.
-            self._kvpool_copies.wait()
+            copies.wait()
             for group in (get_pp_group(), get_pcp_group(), get_tp_group()):  # one dimension after the other
                 group.barrier()
 
@@ -243,11 +263,20 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             scheduler_output.total_num_scheduled_tokens
             or scheduler_output.new_block_ids_to_zero
             or scheduler_output.kv_cache_block_copies
-            or _host_copies(scheduler_output)
+            or _copy_orders(scheduler_output)
             or scheduler_output.kv_connector_metadata is not None
         )
         if not writes or self._kvpool_is_warming_up:
             return None
+        self._kvpool_steps.finish_completed()
+        ticket = self._kvpool_step(scheduler_output)
+        if self._kvpool_transfers is None and scheduler_output.kv_connector_metadata is not None:
+            # A connector may transfer blocks at any time from now on, so the session is in flight to the end.
+            self._kvpool_transfers = self._kvpool_step(scheduler_output)
+        return ticket
+
+    def _kvpool_step(self, scheduler_output: Any) -> StepTicket:
+        """Returns a ticket for work on the blocks of a step."""
         if not self._kvpool_memory:
             raise UnsupportedError("steps before the KV cache is there, in lent memory")
         lease = getattr(scheduler_output, "kvpool_lease", None)
@@ -256,13 +285,7 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
         pool, epoch, session_number = lease
         if pool != self._kvpool_settings.pool:
             raise ValueError(f"kvpool: the scheduler uses pool {pool}, the worker {self._kvpool_settings.pool}")
-        self._kvpool_steps.finish_completed()
-        table_lease = TableLease(epoch, SessionNumber(session_number))
-        ticket = self._kvpool_memory.step(table_lease)
-        if self._kvpool_transfers is None and scheduler_output.kv_connector_metadata is not None:
-            # A connector may transfer blocks at any time from now on, so the session is in flight to the end.
-            self._kvpool_transfers = self._kvpool_memory.step(table_lease)
-        return ticket
+        return self._kvpool_memory.step(TableLease(epoch, SessionNumber(session_number)))
 
     def _kvpool_end_step(self) -> DeviceEvent | None:
         ticket, self._kvpool_ticket = self._kvpool_ticket, None
@@ -297,6 +320,9 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
             self._kvpool_memory.map_again()
 
     def _kvpool_unmap(self) -> None:
+        if self._kvpool_copies:
+            self._kvpool_copies.wait()
+            self._kvpool_steps.finish_completed()
         if self._kvpool_memory:
             self._kvpool_memory.unmap()
 
@@ -311,25 +337,36 @@ class Worker(EngineWorker):  # type: ignore[misc]  # vLLM has no types here
 class CompletedOutput(AsyncModelRunnerOutput):  # type: ignore[misc]  # vLLM has no types here
     """An output that arrives when the device has completed its step."""
 
-    def __init__(self, output: Any, event: DeviceEvent) -> None:
+    def __init__(self, output: Any, event: DeviceEvent | None, report: CopyReport | None) -> None:
         self._output = output
         self._event = event
+        self._report = report
 
     def get_output(self) -> Any:
         """Waits for the output and for the step. Another thread than that of the steps may call it."""
         output = self._output.get_output()
-        self._event.synchronize()
-        return output
+        if self._event:
+            self._event.synchronize()
+        return _with_report(output, self._report)
 
     def get_kv_connector_output(self) -> Any:
         """The connector's part, which vLLM 0.33 asks for if the output fails."""
         return self._output.get_kv_connector_output()
 
 
-def _host_copies(scheduler_output: Any) -> Sequence[tuple[int, int]]:
-    """Source and target of each copy from or to host memory that `kvpool.client.vllm.Scheduler` has put there."""
-    copies: Sequence[tuple[int, int]] = getattr(scheduler_output, "kvpool_host_copies", ())
-    return copies
+def _copy_orders(scheduler_output: Any) -> CopyOrders | None:
+    """The copies from and to host memory that `kvpool.client.vllm.Scheduler` has put there."""
+    orders: CopyOrders | None = getattr(scheduler_output, "kvpool_copies", None)
+    return orders
+
+
+def _with_report(output: Any, report: CopyReport | None) -> Any:
+    """A copy of an output, as vLLM has one for all steps without tokens, with a report for the scheduler, if any."""
+    if report is None:
+        return output
+    reporting = copy.copy(output)
+    reporting.kvpool_report = report
+    return reporting
 
 
 def _record_event() -> Any:

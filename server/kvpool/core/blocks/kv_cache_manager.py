@@ -261,6 +261,7 @@ class KVCacheManager:
         num_lookahead_tokens: int = 0,
         *,
         budget_tokens: int = MAX_TOKENS,
+        max_promoted_blocks: int = 0,
         num_encoder_tokens: int = 0,
         delay_cache_blocks: bool = False,
         options: AllocationOptions = DEFAULT_OPTIONS,
@@ -269,8 +270,9 @@ class KVCacheManager:
         """Looks up and allocates in one call, for a request that holds no blocks.
 
         Allocates slots for the tokens after the hit, for at most `max_new_tokens` and `budget_tokens` (both at least 1)
-        of them. The budget cuts where a state can be found, if it reaches that far. The look-up is counted only if the
-        request is admitted.
+        of them. The budget cuts where a state can be found, if it reaches that far. Allocates none if the hit has more
+        than `max_promoted_blocks` in host memory, unless this is 0. The look-up is counted only if the request is
+        admitted.
 
         Returns:
             The admission; None if there are too few free blocks, and nothing was changed.
@@ -282,6 +284,9 @@ class KVCacheManager:
             past_end = (computed.num_tokens + budget_tokens) % self.config.block_alignment
             if self.state_managers and past_end < budget_tokens:
                 num_new_tokens -= past_end
+        host = self.blocks.host
+        if host and max_promoted_blocks and sum(map(len, map(host.places, computed.block_ids))) > max_promoted_blocks:
+            num_new_tokens = num_lookahead_tokens = 0
         new = self.allocate_slots(
             request,
             num_new_tokens,

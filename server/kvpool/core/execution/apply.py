@@ -164,6 +164,7 @@ class _Application:
         self._sequence = StepNumber(step.sequence)
         self._launched = step.launched_sequence
         self._budget_tokens = step.admission_budget_tokens or pool.config.max_model_len * (len(step.operations) + 1)
+        self._step = step
         self._gives_credit = pool.gives_credit or session.reserve_tokens > 0
         self._out_of_blocks = False
         self._work = 0
@@ -192,6 +193,8 @@ class _Application:
         if pool.config.partial_hits or host:
             self._put_copies()
         if host:
+            host.counters.copying_out_microseconds += self._step.copying_out_microseconds
+            host.counters.copying_in_microseconds += self._step.copying_in_microseconds
             num_taken = pool.blocks.num_allocated - num_allocated
             for order in host.clean(num_taken, self._session.session_number, self._sequence):
                 result.copied_block_ids += order
@@ -289,6 +292,7 @@ class _Application:
             row.num_new_tokens or MAX_TOKENS,
             row.num_lookahead_tokens,
             budget_tokens=self._budget_tokens,
+            max_promoted_blocks=self._step.max_promoted_blocks,
             num_encoder_tokens=row.num_encoder_tokens,
             delay_cache_blocks=row.delay_cache_blocks,
             options=row.options,

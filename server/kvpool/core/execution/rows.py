@@ -22,6 +22,7 @@ from kvpool.core.steps.columns import (
     DECLARING,
     LEAVING,
     LOOKING_UP,
+    MAX_COPYING_MICROSECONDS,
     MAX_CREDIT_ALLOCATIONS,
     MAX_ID_BYTES,
     MAX_OPERATION_GROUPS,
@@ -227,6 +228,9 @@ class _StepReader:
             ("launched_sequence", step.launched_sequence, self._session.sequence + 1),
             ("admission_budget_tokens", step.admission_budget_tokens, MAX_TOKENS),
             ("num_credit_allocations", step.num_credit_allocations, MAX_CREDIT_ALLOCATIONS),
+            ("max_promoted_blocks", step.max_promoted_blocks, MAX_TOKENS),
+            ("copying_out_microseconds", step.copying_out_microseconds, MAX_COPYING_MICROSECONDS),
+            ("copying_in_microseconds", step.copying_in_microseconds, MAX_COPYING_MICROSECONDS),
         ):
             if not 0 <= value <= most:  # mostly true, and a call takes longer
                 check_range(name, value, 0, most)

@@ -18,6 +18,8 @@ MAX_OPERATION_GROUPS: Final = 2**18
 """Maximum number of entries of a column per operation and group."""
 MAX_CREDIT_ALLOCATIONS: Final = 2**24
 """Maximum number of allocations on credit that a step reports. A session that made more reports this number."""
+MAX_COPYING_MICROSECONDS: Final = 2**31
+"""Maximum time of copies that a step reports."""
 MAX_STEP_WORK: Final = 2**18
 """Limit on the hashes looked up plus the block ids returned by a step; further operations of this kind are skipped.
 
@@ -78,6 +80,10 @@ class Step:
             itself: nothing new is launched, and work without a number of its own, allocated on credit, is in flight.
         admission_budget_tokens: Tokens that all admissions together may allocate; 0 for no limit.
         num_credit_allocations: Number of allocations that requests made on credit since the previous step.
+        max_promoted_blocks: An admission whose hit has more blocks of host memory takes slots for its hit alone, so
+            that other requests can run while the copies are made; 0 for no limit.
+        copying_out_microseconds: Time that copies to host memory have taken since the previous step.
+        copying_in_microseconds: Time that copies from host memory have taken since the previous step.
         operations: The operations, values of `Operation`.
         request_numbers: Column: number of the request.
         declares: Column: whether the operation declares its request, whose id is the next of request_ids.
@@ -109,6 +115,9 @@ class Step:
     launched_sequence: int = 0
     admission_budget_tokens: int = 0
     num_credit_allocations: int = 0
+    max_promoted_blocks: int = 0
+    copying_out_microseconds: int = 0
+    copying_in_microseconds: int = 0
     operations: list[int] = field(default_factory=list)
     request_numbers: list[int] = field(default_factory=list)
     declares: list[bool] = field(default_factory=list)

@@ -136,6 +136,14 @@ _HOST: Final[dict[str, Row[PoolInfo]]] = {
     "kvpool_host_copied_in_blocks_total": Row(
         "Blocks copied from host memory, for hits.", "host_memory.copied_in_blocks"
     ),
+    "kvpool_host_copying_out_seconds_total": Row(
+        "Time that copies to host memory took on the first rank of engines.",
+        lambda pool: pool.host_memory.copying_out_microseconds / 1e6,
+    ),
+    "kvpool_host_copying_in_seconds_total": Row(
+        "Time that copies from host memory took on the first rank of engines.",
+        lambda pool: pool.host_memory.copying_in_microseconds / 1e6,
+    ),
     "kvpool_host_evicted_blocks_total": Row(
         "Cached blocks of host memory that others replaced.", "host_memory.evicted_blocks"
     ),

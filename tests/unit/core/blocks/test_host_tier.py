@@ -110,6 +110,31 @@ def test_host_memory_changes_no_block_that_a_pool_gives_out() -> None:
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize(("limit", "num_new"), [(0, 4), (3, 4), (2, 0)])
+def test_a_hit_of_more_host_blocks_than_the_limit_is_admitted_alone(world: HostWorld, limit: int, num_new: int) -> None:
+    session = world.open()
+    world.fill(session, "aaaa", "bbbb", "cccc", "dddd", "eeee", "ffff")
+    options = {"max_promoted_blocks": limit, "num_lookahead_tokens": [1], **executed(session)}
+    result = world.admit(session, 99, "aaaa", PROMPT, **options)
+    assert (result.num_hit_tokens, result.num_new_tokens or [0]) == ([PROMPT - BLOCK_SIZE], [num_new])
+    assert (result.num_prefix_blocks, sum(result.num_new_blocks)) == ([3], 2 if num_new else 0)
+    assert len([source for source, _ in copies_of(result) if source >= FIRST_HOST]) == 3
+    world.check()
+    if not num_new:
+        result = world.allocate(session, 99, BLOCK_SIZE, **executed(session))
+        assert sum(result.num_new_blocks) == 1
+    world.free(session, 99, **executed(session))
+    world.check()
+
+
+def test_the_time_of_copies_is_counted(world: HostWorld) -> None:
+    session = world.open()
+    for number in (1, 2):
+        world.admit(session, number, "abcd", 4, copying_out_microseconds=20, copying_in_microseconds=number)
+    counters = world.host.counters
+    assert (counters.copying_out_microseconds, counters.copying_in_microseconds) == (40, 3)
+
+
 def test_a_step_that_takes_no_block_orders_no_copy(world: HostWorld) -> None:
     session = world.open()
     world.fill(session, "aaaa", "bbbb", "cccc")

@@ -102,7 +102,7 @@ def test_filled_blocks_are_reported_and_found_once_their_step_was_executed() -> 
 
 
 @pytest.mark.parametrize(("operation", "num_kept"), [(FREE, 8), (Operation.PREEMPT, 4)])
-def test_a_free_keeps_a_block_that_a_step_after_the_last_launched_one_reported(operation: Operation, num_kept: int) -> None:
+def test_a_free_keeps_a_block_that_a_later_step_than_the_launched_reported(operation: Operation, num_kept: int) -> None:
     """The token that filled it has run, and one more. A preemption can come before the token has run."""
     world, session = holding()
     other = world.open()
