@@ -25,7 +25,7 @@ from kvpool.client.vllm import worker as worker_module
 from kvpool.client.vllm.lent_allocation import block_regions
 from kvpool.client.vllm.pool_config import UnsupportedError, pool_config
 from kvpool.core.errors import WrongStateError
-from kvpool.core.steps.columns import Operation, Step, StepResult
+from kvpool.core.steps.columns import LOOKING_UP, Operation, Step, StepResult
 from kvpool.lending.fence import StepTicket
 from kvpool.lending.host_copies import CopyOrders, CopyReport, HostCopies, Region
 from kvpool.lending.steps_in_flight import StepsInFlight
@@ -90,8 +90,8 @@ class Engine:
     def calls(self) -> Any:
         return self.scheduler.kv_cache_manager.calls
 
-    def add(self, name: str, max_tokens: int = 20) -> None:
-        self.driver.add(name, PROMPT, max_tokens)
+    def add(self, name: str, max_tokens: int = 20, **values: Any) -> None:
+        self.driver.add(name, PROMPT, max_tokens, **values)
 
     def schedule(self) -> Any:
         """Schedules a step without outputs yet; returns what its workers get."""
@@ -168,6 +168,19 @@ def test_a_block_that_a_copy_fills_is_not_zeroed_after_it(service: Service, tmp_
     assert filled[0] in output.scheduled_new_reqs[0].block_ids[0]
     assert zeroed
     assert filled[0] not in zeroed
+
+
+def test_a_request_that_needs_all_of_its_prompt_computed_is_hit_in_no_tier(engine: Engine) -> None:
+    num_hit_tokens = []
+    for name, values in (("first", {}), ("hits", {}), ("logprobs", {"sampling": {"prompt_logprobs": 1}})):
+        engine.service.take_sent()
+        engine.add(name, max_tokens=1, **values)
+        (request,) = engine.schedule().scheduled_new_reqs
+        num_hit_tokens.append(request.num_computed_tokens)
+        sent = {Operation(each) for step in engine.service.take_sent() for each in step.operations}
+        assert sent.isdisjoint(LOOKING_UP | {Operation.ADMIT}) == (name == "logprobs")
+        _stop(engine)
+    assert num_hit_tokens == [0, 96, 0]
 
 
 # What is reported as executed.

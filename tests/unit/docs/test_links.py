@@ -11,6 +11,7 @@ from support.paths import ROOT
 SOURCE_PATH = re.compile(r"`((?:proto|server|client|gpu_worker|tests|benchmarks|examples|deploy|docs)/[\w./-]+)`")
 
 FILE_NAME = re.compile(r"(?<![\w./-])(?:\w+/)*\w+\.(?:py|proto)\b")
+TEST = re.compile(r"^(?:async )?def (test_\w+)", re.MULTILINE)
 SOURCES = ("proto", "server", "client", "gpu_worker")
 REPOSITORY = (*SOURCES, "benchmarks", "deploy", "docs", "examples", "tests")
 SAVED_BY_READERS = {"share.py"}
@@ -54,6 +55,13 @@ def test_named_files_exist(page: Path, files: set[str]) -> None:
     if page.name == "CHANGELOG.md":
         pytest.skip("earlier entries name earlier files")
     assert not set(FILE_NAME.findall(page.read_text())) - files - SAVED_BY_READERS
+
+
+def test_named_tests_exist() -> None:
+    defined = {name for path in (ROOT / "tests").rglob("test_*.py") for name in TEST.findall(path.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named
+    assert not named - defined
 
 
 def test_map_of_the_code_lists_every_package_and_proto() -> None:

@@ -1,4 +1,9 @@
-"""The page of vLLM's own tests names the files that run and the reasons listed; `make test-vllm-own` counts tests."""
+"""The page of vLLM's own tests names the files that run and the reasons listed; `make test-vllm-own` counts tests.
+
+Those of its host memory do not run: their page is written by hand.
+"""
+
+import re
 
 from engine.own.expected import OwnTests
 from engine.own.fetch import locked_version
@@ -30,3 +35,11 @@ def test_each_file_has_tests_that_use_kvpool() -> None:
 
 def test_the_page_names_the_version_that_is_fetched() -> None:
     assert f"vLLM {locked_version()}" in _PAGE
+
+
+def test_the_page_of_host_memory_counts_each_test_once_and_names_the_version() -> None:
+    page = (DOCS / "reference" / "host-memory-referee.md").read_text()
+    applies, does_not = (sum(map(int, re.findall(r" \| (\d+) \| ", part))) for part in page.split("| do not apply |"))
+    assert f"Of {applies + does_not} tests, {applies} expect" in page
+    assert f"{does_not} do not apply" in page
+    assert f"vLLM {locked_version()}" in page

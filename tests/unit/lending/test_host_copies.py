@@ -15,6 +15,8 @@ from support.torch import on_each_device
 
 NUM_BLOCKS: Final = 12
 NUM_SLOTS: Final = 7
+PADDING_BYTES: Final = 24
+"""Bytes of the memory behind its blocks."""
 LAYOUTS: Final = {
     "one region": (64,),
     "layers": (16, 16, 16),
@@ -35,10 +37,10 @@ class Tiers:
     def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self.regions = [Region(start * NUM_BLOCKS, size) for start, size in zip(starts, sizes, strict=True)]
-        self.buffer = torch.randint(-128, 128, (sum(sizes) * NUM_BLOCKS,), dtype=torch.int8).to(device)
+        self.buffer = torch.randint(-128, 128, (sum(sizes) * NUM_BLOCKS + PADDING_BYTES,), dtype=torch.int8).to(device)
         self.host = torch.randint(-128, 128, (NUM_SLOTS, sum(sizes)), dtype=torch.int8)
         self.copies = HostCopies(self.buffer, self.regions, self.host, NUM_BLOCKS)
-        self.expected = self.blocks()
+        self.expected, self.padding = self.blocks(), self.buffer[-PADDING_BYTES:].clone()
 
     def blocks(self) -> list[list[int]]:
         """The bytes of each block of both tiers, as a slot has them."""
@@ -57,6 +59,7 @@ class Tiers:
         for source, target in pairs:
             self.expected[target] = self.expected[source]
         assert self.blocks() == self.expected
+        assert torch.equal(self.buffer[-PADDING_BYTES:], self.padding)
 
 
 @pytest.fixture
@@ -176,6 +179,6 @@ def test_copies_come_between_the_steps_around_them(device: torch.device) -> None
         tiers.copies.make([(slot(i), i) for i in range(3)])
     if device.type == "cuda":
         torch.cuda.synchronize()
-    blocks = tiers.buffer.view(NUM_BLOCKS, -1)
+    blocks = tiers.buffer[:-PADDING_BYTES].view(NUM_BLOCKS, -1)
     assert blocks.float().mean(dim=1).tolist() == [49.0] * 3 + [-1.0] * (NUM_BLOCKS - 3)
     assert tiers.host.float().mean(dim=1).tolist() == [49.0] * NUM_SLOTS

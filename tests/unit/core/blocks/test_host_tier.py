@@ -2,6 +2,8 @@
 
 from array import array
 from collections import Counter
+from functools import partial
+from itertools import compress
 from math import inf
 from typing import Any
 
@@ -13,10 +15,10 @@ from kvpool.core.blocks.host_tier import MAX_CLEANED, MAX_UNREPORTED, HostTier
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium
 from kvpool.core.execution.apply import mark_executed
-from kvpool.core.ids import BlockHash, BlockId, GroupId, RequestNumber
+from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber
 from kvpool.core.pools.snapshots import end_pool_snapshot, pool_snapshot, restored_pool
 from kvpool.core.sessions.session import Session
-from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec, SlidingWindowSpec
+from kvpool.core.specs.kinds import CircularBufferSpec, FullAttentionSpec, MambaSpec, SlidingWindowSpec
 from kvpool.core.statistics import HostCounters
 from kvpool.core.steps.columns import Operation, Outcome, StepResult
 from kvpool.core.views.snapshot_cursor import SnapshotCursor
@@ -96,6 +98,38 @@ def test_blocks_that_will_be_allocated_soon_are_copied_and_found_after_their_evi
     assert world.pool.stats.host_hits_tokens == PROMPT - BLOCK_SIZE
     assert world.pool.stats.shared_hits_tokens == 0
     assert world.host.counters.copied_in_blocks == 3
+    assert world.pool.blocks.take_events() == []
+
+
+def test_a_hit_of_both_tiers_copies_its_part_in_host_memory_only(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcde"))
+    assert world.pool.blocks.block_hash(BlockId(1)) is not None
+    result = world.serve(session, "aaaa")
+    assert (result.num_hit_tokens, result.block_ids[0]) == ([PROMPT - BLOCK_SIZE], 1)
+    assert copies_of(result) == list(zip((20, 19), result.block_ids[1:3], strict=True))
+    assert world.pool.stats.host_hits_tokens == 2 * BLOCK_SIZE
+
+
+def test_what_is_in_host_memory_or_on_its_way_there_is_not_copied_again(world: HostWorld) -> None:
+    session, other = world.open(), world.open()
+    world.fill(session, "aaaa")
+    copies = copies_of(world.admit(session, 50, "bbbb", PROMPT, **executed(session)))
+    assert copies == [(4, 18), (3, 19), (2, 20), (1, 21)]
+    assert copies_of(world.admit(other, 50, "cccc", PROMPT)) == []
+    world.free(session, 50, **executed(session))
+    world.free(other, 50, **executed(other))
+    world.fill(session, *(each * 4 for each in "defg"))
+    assert hit_tokens(world.serve(session, "aaaa")) == PROMPT - BLOCK_SIZE
+    world.fill(session, *(each * 4 for each in "hijk"))
+    assert set(in_host_memory(world).values()) == {1}
+
+
+def test_contents_that_are_taken_before_they_are_copied_count_as_lost(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, "aaaa")
+    world.admit(session, 50, "b" * 16, 16 * BLOCK_SIZE, **executed(session))
+    assert world.host.counters == HostCounters(copied_out_blocks=1, lost_blocks=3)
 
 
 def test_host_memory_changes_no_block_that_a_pool_gives_out() -> None:
@@ -276,6 +310,24 @@ def test_the_blocks_of_host_memory_that_were_copied_least_recently_are_replaced(
     world.check()
 
 
+def test_a_hit_in_host_memory_keeps_it_there_for_longer() -> None:
+    world = HostWorld(num_host_blocks=20)
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    assert in_host_memory(world).keys() >= {*names("aaaa"), *names("bbbb")}
+    assert hit_tokens(world.serve(session, "aaaa")) == PROMPT - BLOCK_SIZE
+    world.serve(session, "gggg")
+    assert in_host_memory(world).keys() >= {*names("aaaa")[:3]}
+    assert in_host_memory(world).keys().isdisjoint(names("bbbb"))
+
+
+def in_host_memory(world: HostWorld) -> Counter[BlockHash]:
+    """The hashes that blocks of host memory have, each with their number."""
+    first = world.pool.config.num_blocks
+    hashes = (world.pool.blocks.block_hash(BlockId(first + i)) for i in range(world.host.num_blocks))
+    return Counter(each for each in hashes if each is not None)
+
+
 def test_an_allocation_with_a_promised_hit_answers_it_with_the_blocks_of_the_copies(world: HostWorld) -> None:
     session = world.open()
     world.fill(session, *(each * 4 for each in "abcdef"))
@@ -296,6 +348,16 @@ def test_a_promised_block_that_is_gone_is_answered_as_a_changed_hit(world: HostW
     world.run(session, Operation.EVICT, num_block_ids=[1], block_ids=[19])
     result = world.allocate(session, 50, PROMPT, hit=[[21, 20, 19]])
     assert (result.outcomes, result.block_ids, result.copied_block_ids) == ([Outcome.HIT_CHANGED], [21, 20], [])
+    world.check()
+
+
+def test_a_promised_hit_neither_prevents_a_reset_nor_survives_it(world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    promise = world.declare(session, Operation.LOOKUP, 50, "aaaa", PROMPT, **executed(session))
+    assert world.run(session, Operation.RESET).outcomes == []
+    result = world.allocate(session, 50, PROMPT, hit=[promise.block_ids])
+    assert (result.outcomes, result.block_ids, result.copied_block_ids) == ([Outcome.HIT_CHANGED], [], [])
     world.check()
 
 
@@ -345,6 +407,25 @@ def test_a_reset_empties_both_tiers_and_a_copy_under_way_is_not_published(world:
     world.run(session, **executed(session))
     assert (sum(world.host.num_cached), world.host.num_free) == (0, world.host.num_blocks)
     assert hit_tokens(world.serve(session, "aaaa")) == 0
+
+
+@pytest.mark.parametrize("ends", [Operation.FREE, Operation.PREEMPT])
+def test_copies_are_under_way_beyond_the_end_of_their_request_and_a_reset(ends: Operation, world: HostWorld) -> None:
+    session = world.open()
+    world.fill(session, *(each * 4 for each in "abcdef"))
+    copies = copies_of(world.admit(session, 50, "aaaa", PROMPT, **executed(session)))
+    used = {block_id for copy in copies for block_id in copy if block_id >= FIRST_HOST}
+    assert used >= {19, 20, 21}
+    world.run(session, ends, request_numbers=[50], launched_sequence=session.sequence)
+    assert world.run(session, Operation.RESET, launched_sequence=session.sequence).outcomes == []
+    assert {block_id for use in world.host.uses for block_id in use.block_ids} == used
+    counters = world.info().host_memory
+    assert counters.used_blocks == len(used)
+    world.check()
+    world.run(session, **executed(session))
+    assert (world.host.num_free, in_host_memory(world)) == (world.host.num_blocks, {})
+    assert world.host.counters.copied_in_blocks == counters.copied_in_blocks == 3
+    world.check()
 
 
 def test_a_new_epoch_empties_both_tiers_and_counters_continue(world: HostWorld) -> None:
@@ -404,6 +485,42 @@ def test_groups_of_hybrids_are_found_together(specs: Any) -> None:
     hit = world.serve(session, "aaaa", PROMPT + 1)
     assert hit_tokens(hit) == PROMPT
     assert set(hit.copied_block_ids[::3]) == {0, 1}
+
+
+FULL, HALF = FullAttentionSpec(BLOCK_SIZE), FullAttentionSpec(BLOCK_SIZE // 2)
+WINDOW, STATES = SlidingWindowSpec(BLOCK_SIZE, sliding_window=6), MambaSpec(BLOCK_SIZE, only_step_ends=True)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options", "num_copied"),
+    [
+        ((FULL,), {"use_eagle": True}, {0: 3}),
+        ((FULL, WINDOW), {"use_eagle": True}, {0: 3, 1: 2}),
+        ((FULL, WINDOW), {"retention_tokens": 0}, {0: 4, 1: 2}),
+        ((HALF,), {"dcp_world_size": 2}, {0: 4}),
+        ((HALF, STATES), {"dcp_world_size": 2}, {0: 4, 1: 1}),
+        ((FULL, CircularBufferSpec(BLOCK_SIZE)), {}, {0: 4}),
+    ],
+    ids=["drafts", "drafts_and_a_window", "a_sparse_window", "context_parallel", "and_states", "a_ring"],
+)
+def test_what_was_hit_before_its_eviction_is_hit_after_it(
+    specs: Any, options: dict[str, Any], num_copied: dict[int, int]
+) -> None:
+    world = HostWorld(18 * len(specs), 48 * len(specs), specs=specs, enable_events=True, **options)
+    session = world.open()
+    serve = partial(world.serve, session, num_tokens=PROMPT + 1, num_later=1)
+    serve("aaaa")
+    before = serve("aaaa")
+    for content in "bcdefghijk":
+        serve(content * 4)
+    after = serve("aaaa")
+    assert after.num_hit_tokens == before.num_hit_tokens
+    copies = copies_of(after)
+    is_from_host = [world.host.contains(BlockId(source)) for source, _ in copies]
+    assert Counter(compress(after.copied_block_ids[::3], is_from_host)) == num_copied
+    assert NULL_BLOCK not in {block_id for copy in copies for block_id in copy}
+    stored = [e for e in of_host_memory(world.pool.blocks.take_events()) if isinstance(e, BlockStored)]
+    assert {(event.group_id, event.block_size) for event in stored} == {(i, BLOCK_SIZE) for i in num_copied}
 
 
 def test_a_hit_that_ends_within_a_block_of_host_memory_is_copied_to_the_block_that_continues_it() -> None:
@@ -473,6 +590,18 @@ def test_a_copy_is_named_by_an_event_when_its_step_is_executed() -> None:
     tokens = array("I", range(PROMPT))
     assert stored == BlockStored(names("aaaa"), None, tokens, BLOCK_SIZE, None, GroupId(0), medium=Medium.HOST_MEMORY)
     assert listed_by_snapshot(world, Medium.HOST_MEMORY) == {(0, each) for each in names("aaaa")}
+
+
+def test_a_copy_has_the_adapter_of_its_contents() -> None:
+    world = HostWorld(enable_events=True)
+    session = world.open()
+    for number, name in enumerate(("adapter", ""), 1):
+        tokens = list(range(PROMPT))
+        world.admit(session, number, name[:1] * 4, PROMPT, token_ids=tokens, lora_names=[name], **executed(session))
+        world.free(session, number, **executed(session))
+    (stored,) = of_host_memory(world.pool.blocks.take_events())
+    assert isinstance(stored, BlockStored)
+    assert (stored.block_hashes, stored.lora_name) == (names("aaaa"), "adapter")
 
 
 def listed_by_snapshot(world: HostWorld, medium: Medium) -> set[tuple[int, BlockHash]]:
