@@ -79,6 +79,12 @@ def stages(device: str) -> list[Stage]:
             ("tests/gpu/memory.py", "--device", device),
             120,
         ),
+        Stage(
+            "host-memory",
+            "copies to host memory and back: bandwidth, contents, kills in the middle",
+            ("tests/gpu/host_memory.py", "--device", device),
+            120,
+        ),
         Stage("engine", "two ranks on one device, tokens equal a model without a cache", reference, 60),
         Stage(
             "engines",
