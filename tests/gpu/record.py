@@ -49,6 +49,9 @@ _SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
         "back_256_gb_per_s": "back, GB/s",
         "promotion_of_4096_tokens_ms": "4,096 tokens of Llama 3 8B back, ms",
     },
+    "vllm-host-memory": {
+        "evicted_prompt_ms": "first token of an evicted prompt: vLLM alone, with host memory, ms, and their ratio",
+    },
     "tables": {
         "commit_256_new_rows_us": "block tables of 256 new requests, us",
     },

@@ -124,6 +124,13 @@ def stages(device: str) -> list[Stage]:
             no_vllm or (no_kernels if is_gpu else ""),
         ),
         Stage(
+            "vllm-host-memory",
+            "vLLM alone beside kvpool with host memory: the first token of prompts that were evicted",
+            ("-m", "gpu.vllm_host_memory", "--device", device),
+            300 if is_gpu else 900,
+            no_vllm or (no_kernels if is_gpu else ""),
+        ),
+        Stage(
             "vllm-restarts",
             "memory of the device before and after engines on lent memory are killed",
             ("-m", "gpu.vllm_restarts", "--device", device),
