@@ -26,8 +26,8 @@ VLLM_NEEDS := annotated-types apache-tvm-ffi cachetools compressed-tensors fasta
 	prometheus-fastapi-instrumentator pybase64 pydantic pydantic-core pyzmq sniffio starlette truststore typing-inspection \
 	uvicorn watchfiles xgrammar
 # Stages per command, first what has run least. The last one has limits that exceed its time, in the sum.
-GPU_CALLS := facts,vllm-native-llama vllm-native-gemma vllm-figures vllm-restarts \
-	tests,memory,engine,engines,vllm,tables,steps
+GPU_CALLS := facts,vllm-native-llama vllm-native-gemma vllm-figures vllm-host-memory vllm-restarts \
+	tests,memory,host-memory,engine,engines,vllm,tables,steps
 GPU_CALL_SECONDS := 600
 GPU_COPY_MIB := 63
 COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \

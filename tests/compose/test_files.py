@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvpool.cli.model import byte_size
 from support.compose import DEPLOY, docker, prometheus_image
 from support.paths import ROOT
 from support.yaml_keys import keys_that_stand_twice
@@ -89,6 +90,18 @@ def test_engines_cannot_write_the_journal_of_their_server() -> None:
     for server, engine in (("lending-server", "engine-0"), ("vllm-server", "vllm-0")):
         (journal,) = {*services[server]["volumes"]} - {*services[engine]["volumes"]}
         assert journal.endswith(f":{services[server]['environment']['KVPOOL_SERVE_JOURNAL']}")
+
+
+def test_the_memory_of_each_lender_fits_its_container() -> None:
+    services = yaml.safe_load((DEPLOY / "docker-compose.yml").read_text())["services"]
+    settings = {name: service.get("environment", {}) for name, service in services.items()}
+    lenders = {name: each for name, each in settings.items() if "KVPOOL_WORKER_LEND" in each}
+    assert lenders.keys() == {"lender", "vllm-lender"}
+    for name, each in lenders.items():
+        sizes = [each["KVPOOL_WORKER_MEMORY"], each.get("KVPOOL_WORKER_HOST_MEMORY", "0"), services[name]["shm_size"]]
+        *tiers, shared = (byte_size(re.sub(r"\$\{\w+:-(\w+)\}", r"\1", size)) for size in sizes)
+        assert sum(tiers) < shared
+    assert lenders["vllm-lender"]["KVPOOL_WORKER_HOST_MEMORY"] == "${VLLM_HOST_MEMORY:-128MiB}"
 
 
 def test_clients_on_this_machine_reach_the_port_of_steps() -> None:

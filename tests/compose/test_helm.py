@@ -68,6 +68,7 @@ EVERYTHING: Final = both(
                 "pods": 2,
                 "engines": 3,
                 "tensorParallelSize": 2,
+                "hostMemoryMiB": 65536,
                 "serverSettings": {"log_level": "warning", "listen": "0.0.0.0:1", "journal": "elsewhere"},
                 "args": ["--max-model-len", "8192"],
                 "env": [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hf", "key": "token"}}}],
@@ -89,6 +90,7 @@ CASES: Final[dict[str, Object]] = {
     "both": BOTH,
     "claims, no policies": both(BOTH, {"server": {"journal": {"claim": True}}, "networkPolicy": {"enabled": False}}),
     "engines on CPU": ON_CPU,
+    "host memory on CPU": both(ON_CPU, {"vllm": {"hostMemoryMiB": 32}}),
     "everything": EVERYTHING,
 }
 RENDERED: Final = {name: render(values) for name, values in CASES.items()}
@@ -136,6 +138,11 @@ def test_helm_finds_nothing_to_warn_of(case: str) -> None:
         (both({"server": {"settings": {"log_level": "debug"}}}, ON_CPU), "server.settings needs server.enabled"),
         (both({"server": {"journal": {"claim": True}}}, ON_CPU), "server.journal.claim needs server.enabled"),
         (both(ON_CPU, {"vllm": {"serverSettings": {"log_level": {}}}}), "/vllm/serverSettings/log_level"),
+        ({"vllm": {"hostMemoryMiB": "64GiB"}}, "/vllm/hostMemoryMiB"),
+        (
+            both(ON_CPU, {"vllm": {"hostMemoryMiB": 64, "args": ["--no-enable-prefix-caching"]}}),
+            "vllm.hostMemoryMiB needs prefix caching",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_refused(values: Object, message: str) -> None:
@@ -329,6 +336,25 @@ def test_memory_that_is_lent_on_cpu_counts_to_whom_it_may_be_charged() -> None:
     assert limits == ["4096Mi", "2112Mi", "16448Mi", "16448Mi"], "not to the server"
 
 
+@pytest.mark.parametrize(
+    ("case", "size", "shared", "requested", "limits"),
+    [
+        ("host memory on CPU", "32MiB", "2144Mi", ["1120Mi"], ["4096Mi", "2144Mi", "16448Mi", "16448Mi"]),
+        ("everything", "65536MiB", "134144Mi", ["66560Mi"] * 2, ["4096Mi", *["67584Mi"] * 2, *["16384Mi"] * 3]),
+    ],
+)
+def test_host_memory_has_room_and_counts_to_its_lender(
+    case: str, size: str, shared: str, requested: list[str], limits: list[str]
+) -> None:
+    pod = find("StatefulSet", "kvpool-vllm", case)["spec"]["template"]["spec"]
+    _, *lenders = pod["initContainers"]
+    assert {env(each)["KVPOOL_WORKER_HOST_MEMORY"] for each in lenders} == {size}
+    (memory,) = (each["emptyDir"]["sizeLimit"] for each in pod["volumes"] if each["name"] == "memory")
+    assert memory == shared, "that of all ranks, and 1 GiB for each engine"
+    assert [each["resources"]["requests"]["memory"] for each in lenders] == requested
+    assert [each["resources"]["limits"]["memory"] for each in containers(pod)] == limits
+
+
 def test_settings_replace_those_of_the_chart() -> None:
     settings = variables(RENDERED["everything"])
     assert settings["KVPOOL_SERVE_LOG_LEVEL"] == "debug"
@@ -432,7 +458,7 @@ def test_processes_work_with_the_variables_of_their_pod(tmp_path: Path) -> None:
 
     The server is killed after the first engine. Its successor has the cache from the journal.
     """
-    pod = find("StatefulSet", "kvpool-vllm", "engines on CPU")["spec"]["template"]["spec"]
+    pod = find("StatefulSet", "kvpool-vllm", "host memory on CPU")["spec"]["template"]["spec"]
     replaced = {
         "/var/lib/kvpool": tmp_path / "state",
         "/run/kvpool": tmp_path,
@@ -474,6 +500,7 @@ def test_processes_work_with_the_variables_of_their_pod(tmp_path: Path) -> None:
         server.kill()
         server.restart()
         assert hit_tokens(second) > cold
+        assert lender.wait_for("host memory allocated")
 
 
 @pytest.mark.parametrize("service", ["server", "kv-a", "kv-b", "lending-server", "vllm-server"])

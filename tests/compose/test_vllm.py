@@ -50,6 +50,7 @@ def test_two_engines_find_each_others_prefixes(vllm: Stack) -> None:
     pool = vllm.local_pool("vllm-server")
     assert (pool.sessions, pool.requests, len(pool.ranks)) == (2, 0, 1)
     assert pool.prefix_cache.shared_hits_tokens == 192
+    assert pool.config.num_host_blocks
 
 
 @pytest.mark.usefixtures("vllm")

@@ -316,7 +316,7 @@ class _child:  # noqa: N801 - a context manager
     def __enter__(self) -> tuple[multiprocessing.process.BaseProcess, _Pipe]:
         target, device, descriptor = self._arguments
         here, there = _SPAWN.Pipe()
-        self._process = _SPAWN.Process(target=_map_and_call, args=(target, device, _Descriptor(descriptor), there))
+        self._process = _SPAWN.Process(target=_map_and_call, args=(target, device, Descriptor(descriptor), there))
         self._process.start()
         there.close()
         return self._process, here
@@ -327,7 +327,7 @@ class _child:  # noqa: N801 - a context manager
         self._process.join()
 
 
-class _Descriptor:
+class Descriptor:
     """A descriptor that is passed to a process when it is started."""
 
     def __init__(self, number: int) -> None:

@@ -60,6 +60,7 @@ class Kind:
     Attributes:
         models: config.json by name.
         memory_bytes: KV memory of an engine, or of all on lent memory.
+        host_bytes: Host memory beside lent memory.
         block_tokens: Tokens of a block.
         prompt_tokens: Tokens of a usual prompt; the most that an engine computes in a step.
         start_seconds: Time that an engine may take to start.
@@ -76,6 +77,7 @@ class Kind:
     options: Mapping[str, Mapping[str, object]]
     environment: Mapping[str, str]
     expected: Mapping[str, object] = field(default_factory=dict)
+    host_bytes: int = 0
 
 
 _LLAMA_8B: Final[Mapping[str, object]] = {
@@ -237,7 +239,8 @@ class Place:
         if pool not in self._lenders:
             folder = self._folder / pool
             folder.mkdir()
-            flags = "--device", self._device, "--memory", f"{self.kind.memory_bytes}B"
+            sizes = "--memory", f"{self.kind.memory_bytes}B", "--host-memory", f"{self.kind.host_bytes}B"
+            flags = "--device", self._device, *sizes
             self._lenders[pool] = lender = LenderProcess(self.server, folder, 0, 1, *flags, pool=pool)
             self._stack.callback(lender.stop)  # if it were killed, its memory would be held for the next one
         return self._lenders[pool]

@@ -44,6 +44,14 @@ _SHOWN: Final[Mapping[str, Mapping[str, str]]] = {
         "server_killed_longest_gap_ms": "server killed: longest gap, ms",
         "worker_killed_longest_gap_ms": "worker killed: longest gap, ms",
     },
+    "host-memory": {
+        "to_host_256_gb_per_s": "copies of 512 MiB to host memory, registered with CUDA and not, GB/s",
+        "back_256_gb_per_s": "back, GB/s",
+        "promotion_of_4096_tokens_ms": "4,096 tokens of Llama 3 8B back, ms",
+    },
+    "vllm-host-memory": {
+        "evicted_prompt_ms": "first token of an evicted prompt: vLLM alone, with host memory, ms, and their ratio",
+    },
     "tables": {
         "commit_256_new_rows_us": "block tables of 256 new requests, us",
     },

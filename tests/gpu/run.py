@@ -79,6 +79,12 @@ def stages(device: str) -> list[Stage]:
             ("tests/gpu/memory.py", "--device", device),
             120,
         ),
+        Stage(
+            "host-memory",
+            "copies to host memory and back: bandwidth, contents, kills in the middle",
+            ("tests/gpu/host_memory.py", "--device", device),
+            120,
+        ),
         Stage("engine", "two ranks on one device, tokens equal a model without a cache", reference, 60),
         Stage(
             "engines",
@@ -115,6 +121,13 @@ def stages(device: str) -> list[Stage]:
             "vLLM alone beside kvpool, both as users run them: throughput, latency, restarts, sleep",
             ("-m", "gpu.vllm_figures", "--device", device),
             540 if is_gpu else 1800,
+            no_vllm or (no_kernels if is_gpu else ""),
+        ),
+        Stage(
+            "vllm-host-memory",
+            "vLLM alone beside kvpool with host memory: the first token of prompts that were evicted",
+            ("-m", "gpu.vllm_host_memory", "--device", device),
+            300 if is_gpu else 900,
             no_vllm or (no_kernels if is_gpu else ""),
         ),
         Stage(

@@ -220,6 +220,8 @@ def test_the_page_is_accessible_and_fits(browser: BrowserContext, url: str, widt
     with opened(browser, url, width, scheme) as page:
         expect(page.locator("[data-table=sessions] tbody tr")).to_have_count(4)
         assert page.evaluate("document.documentElement.scrollWidth") == width
+        too_wide = "figures => figures.filter(e => e.scrollWidth > e.clientWidth).map(e => e.innerText)"
+        assert page.locator(".figures div").evaluate_all(too_wide) == []
         found = Axe().run(page).response["violations"]
         assert [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in SERIOUS] == []
         if SCREENSHOTS:

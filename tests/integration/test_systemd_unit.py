@@ -20,6 +20,8 @@ from support.server import CommandLineServer
 UNITS = ROOT / "deploy" / "systemd"
 SERVER, WORKER = UNITS / "kvpool@.service", UNITS / "kvpool-worker@.service"
 PROGRAM = "/opt/kvpool/bin/kvpool"
+HOST_MEMORY = 'host_memory = "1MiB"\n'
+"""What the guide says beside its settings, for less memory."""
 
 
 def service(path: Path) -> dict[str, str]:
@@ -76,12 +78,13 @@ def test_an_engine_finds_server_and_lender_of_the_guide() -> None:
                 options=options(SERVER, "llama", folder, serving), environment={"KVPOOL_SERVE_NO_JOURNAL": ""}
             ) as server,
             LoggingProcess(
-                processes.KVPOOL, "worker", *options(WORKER, "llama-0", folder, lending), environment=here
+                processes.KVPOOL, "worker", *options(WORKER, "llama-0", folder, lending + HOST_MEMORY), environment=here
             ) as worker,
         ):
             worker.wait_for("lending")
             with engine(*server.addresses, f"unix:{folder}/llama-0/memory.sock") as mapping:
                 assert mapping.session_number
+                assert worker.wait_for("host memory allocated")
 
 
 def test_what_must_outlive_a_process_stays_accessible() -> None:

@@ -201,5 +201,8 @@ resources:
 {{- if and (eq .Values.vllm.device "cuda") (not .Values.vllm.resourceClaimTemplate) -}}
 {{ fail "vllm.device cuda needs vllm.resourceClaimTemplate: the containers of a pod share their devices" }}
 {{- end -}}
+{{- if and .Values.vllm.hostMemoryMiB (has "--no-enable-prefix-caching" .Values.vllm.args) -}}
+{{ fail "vllm.hostMemoryMiB needs prefix caching, which vllm.args turn off" }}
+{{- end -}}
 {{- end -}}
 {{- end -}}
