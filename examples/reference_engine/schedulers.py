@@ -13,7 +13,7 @@ from multiprocessing.context import SpawnProcess
 from multiprocessing.synchronize import Event
 from typing import cast
 
-from kvpool.client import Client, KvpoolError, Session, connect
+from kvpool.client import Client, InvalidArgumentError, KvpoolError, Session, connect
 from kvpool.replay.children import CONTEXT, STOP_SECONDS, Pipe, child_process, end_with_parent
 from kvpool.replay.executor import Executor
 from kvpool.replay.result import Counts
@@ -159,6 +159,8 @@ def _play(
         client.open_session(options.pool, client_name=name, reserve_tokens=16) as session,
         options.open_executor(session) as executor,
     ):
+        if session.config.num_host_blocks:
+            raise InvalidArgumentError("pool", "it has host memory, and this engine makes no copies")
         scheduler = Scheduler(
             session,
             share,

@@ -73,13 +73,15 @@ def of_vllm_alone(place: Site, options: Mapping[str, object], loads: Sequence[Lo
 class Revisits:
     """Chats of several turns. Each turn is asked in all chats before the next turn. There are three system prompts."""
 
-    def __init__(self, num_chats: int, num_turns: int = 3, num_at_once: int = 6, question_tokens: int = 90) -> None:
+    def __init__(
+        self, num_chats: int, num_turns: int = 3, *, num_at_once: int = 6, question_tokens: int = 90, seed: int = 2
+    ) -> None:
         self._num_chats, self._num_turns, self._num_at_once = num_chats, num_turns, num_at_once
-        self._question_tokens = question_tokens
+        self._question_tokens, self._seed = question_tokens, seed
 
-    def run(self, *engines: ServedEngine, answer_tokens: int = 16) -> list[list[Answer]]:
-        """Asks all turns, each chat one of the engines; returns the answers of each turn."""
-        draw = random.Random(2)
+    def run(self, *engines: ServedEngine, answer_tokens: int = 16, name: str = "") -> list[list[Answer]]:
+        """Asks all turns, each chat one of the engines, as requests that begin with a name; returns each turn's answers."""
+        draw = random.Random(self._seed)
         systems = [_drawn(draw, 128) for _ in range(3)]
         chats = [draw.choice(systems)[:] for _ in range(self._num_chats)]
         turns: list[list[Answer]] = []
@@ -90,7 +92,7 @@ class Revisits:
                 for i in range(first, min(first + self._num_at_once, self._num_chats)):
                     chats[i] = chats[i] + _drawn(draw, draw.randint(*self._question_range))
                     engine = engines[(i + turn) % len(engines)]
-                    asked.append((i, engine, engine.ask(f"{turn}-{i}", chats[i], answer_tokens)))
+                    asked.append((i, engine, engine.ask(f"{name}{turn}-{i}", chats[i], answer_tokens)))
                 for i, engine, answer in asked:
                     engine.wait(answer)
                     chats[i] = [*chats[i], *answer.tokens]

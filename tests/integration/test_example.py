@@ -1,6 +1,8 @@
 """The reference engine, the second and third part of `make demo`."""
 
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,11 +10,13 @@ from click.testing import CliRunner
 
 from examples.reference_engine import __main__ as example
 from examples.reference_engine.generate import Generation
+from examples.reference_engine.schedulers import SchedulerOptions, play_concurrently
+from kvpool.client import connect
 from kvpool.replay.result import Counts
 from support import processes
 from support.operator import pool_info
 from support.paths import ROOT
-from support.server import running_server
+from support.server import pool_config, running_server
 
 
 @pytest.mark.slow
@@ -53,3 +57,15 @@ def test_engines_share_memory_and_kills_lose_no_cache() -> None:
 def test_lent_memory_needs_its_server() -> None:
     result = CliRunner().invoke(example.main, ["--memory", "unix:/unused"])
     assert (result.exit_code, "--memory needs --server" in result.output) == (2, True)
+
+
+def test_a_pool_with_host_memory_is_refused() -> None:
+    complaints: list[str] = []
+    nothing: Any = None
+    no_executor: Any = nullcontext
+    with running_server() as address, connect(address) as client:
+        client.create_pool(replace(pool_config("m", 20), num_host_blocks=4))
+        options = SchedulerOptions(address, "m", 1, 1, no_executor, 1)
+        assert play_concurrently([nothing], options, lambda _: None, complaints.append) == [None]
+        assert client.get_pool("m").free_blocks == 19
+    assert "this engine makes no copies" in complaints[0]
