@@ -80,7 +80,10 @@ class Revisits:
         self._question_tokens, self._seed = question_tokens, seed
 
     def run(self, *engines: ServedEngine, answer_tokens: int = 16, name: str = "") -> list[list[Answer]]:
-        """Asks all turns, each chat one of the engines, as requests that begin with a name; returns each turn's answers."""
+        """Asks all turns, each chat one of the engines; returns the answers of each turn.
+
+        The names of the requests begin with `name`.
+        """
         draw = random.Random(self._seed)
         systems = [_drawn(draw, 128) for _ in range(3)]
         chats = [draw.choice(systems)[:] for _ in range(self._num_chats)]
