@@ -507,7 +507,7 @@ def test_copies_are_counted_by_tier() -> None:
     world, session = event_world()
     world.executed(session)
     world.pool.blocks.take_events()
-    first, host = names("aaaa")[0], world.pool.blocks.prefix_map.last_copy(BlockId(1))
+    first, (host,) = names("aaaa")[0], world.host.copies_of([BlockId(1)])
     world.pool.blocks.evict_blocks([BlockId(1)])
     assert world.pool.blocks.take_events() == [BlockRemoved(first, GroupId(0), 0)]
     world.pool.blocks.evict_blocks([host])
