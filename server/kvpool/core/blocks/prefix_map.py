@@ -13,7 +13,8 @@
    A hash that leaks through a log is thus no key. Longer keys would be cut again in five places; a check of the owner
    after the look-up would let one tenant evict or probe another's block of the same hash.
 5. A scope exists while it is in use or caches a block. Of the scopes with a version that are not in use, only the
-   newest are kept (`surplus_blocks`), as each new version of the weights makes a scope.
+   newest are kept (`surplus_blocks`), as each new version of the weights makes a scope. The blocks of the others lose
+   their hashes some at a time, whenever a session opens or gets another version.
 6. A hash whose last block loses it is remembered for a while, to explain misses (`EvictedHashes`). The
    hash of a block whose step was never reported as executed is not: that block may never have been computed.
 """
@@ -41,6 +42,8 @@ MAX_EXAMINED: Final = 64
 """Maximum number of copies of a hash, and of scopes, of which a look-up examines each."""
 MAX_UNUSED_VERSIONS: Final = 16
 """Maximum number of scopes with a weights version that cache blocks and are not in use."""
+MAX_SURPLUS: Final = 4096
+"""Maximum number of blocks of the other such scopes that are evicted in one turn, in 4 to 16 ms."""
 FIRST_SCOPE: Final[Scope] = (b"", "")
 """The scope of sessions without namespace and weights version. It is opened first, and never removed."""
 FIRST_MAP: Final = MapId(0)
@@ -152,7 +155,7 @@ class PrefixMap:
         return first_map
 
     def surplus_blocks(self, in_use: Container[Scope]) -> list[BlockId]:
-        """The blocks of the oldest scopes beyond MAX_UNUSED_VERSIONS. O(scopes + these blocks)."""
+        """At most MAX_SURPLUS blocks of the oldest scopes beyond MAX_UNUSED_VERSIONS. O(scopes + these blocks)."""
         unused = [
             first
             for scope, first in self._first_maps.items()
@@ -160,7 +163,8 @@ class PrefixMap:
         ]
         surplus = unused[: max(len(unused) - MAX_UNUSED_VERSIONS, 0)]
         maps = [MapId(first + i) for first in surplus for i in range(self._num_maps)]
-        return [copy for i in maps for block_hash in self._by_hash[i] for copy in self._copies(i, block_hash)]
+        found = (copy for i in maps for block_hash in self._by_hash[i] for copy in self._copies(i, block_hash))
+        return list(islice(found, MAX_SURPLUS))
 
     def _caches(self, first: int) -> bool:
         """Whether the scope with this first map caches a block."""
