@@ -16,7 +16,8 @@
 6. Promotion: an admission takes blocks of the first tier for those of its hit that are here, and orders the copies.
    These are `BlockCopy`s, which hold their targets until the step is launched.
 7. A step orders copies to this tier only if it takes blocks, so that it is certain to be launched, and in proportion;
-   and none while MAX_UNREPORTED steps of its session use blocks here, so that no session holds them all.
+   and none while MAX_UNREPORTED steps of its session use blocks here, so that no session holds them all, and one report
+   or the end of the session releases few.
 8. A session that reports neither launched nor executed steps has executed the steps before each step.
 9. Events name a block here from its publication on; those of a promotion are recorded when it is ordered, as of all
    blocks of the first tier.
@@ -37,7 +38,7 @@ from kvpool.core.statistics import HostCounters
 
 MAX_CLEANED: Final = 256
 """Maximum number of blocks that one step copies to host memory."""
-MAX_UNREPORTED: Final = 64
+MAX_UNREPORTED: Final = 32
 """Maximum number of steps of a session, not reported as executed, that copy blocks to host memory."""
 _LEAST_CLEANED: Final = 8
 _AHEAD_SHARE: Final = 8
