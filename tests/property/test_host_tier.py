@@ -393,10 +393,6 @@ def replace_sources(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HostTier, "read", lambda *_: None)
 
 
-def forget_what_a_reset_does(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostTier, "clear", lambda _: None)
-
-
 def keep_copies_of_the_dead(patch: pytest.MonkeyPatch) -> None:
     def evicted(self: KVCacheManager, session_number: SessionNumber) -> None:
         self.blocks.evict_blocks(self.blocks.prefix_map.pending.of(session_number))
@@ -411,7 +407,6 @@ PLANTED: Final = (
     (lose_orders, 0),
     (make_copies_twice, 0),
     (replace_sources, 223),
-    (forget_what_a_reset_does, 11),
     (keep_copies_of_the_dead, 208),
 )
 """Each with a seed that finds it."""

@@ -16,6 +16,7 @@ import pytest
 from kvpool.core import execution
 from kvpool.core.blocks.quota import Quota
 from kvpool.core.execution import apply
+from kvpool.core.ids import BlockId
 from kvpool.core.sessions.session import Session
 from kvpool.core.specs.kinds import FullAttentionSpec, MambaSpec
 from kvpool.core.steps.columns import Operation, Step, StepResult
@@ -232,6 +233,32 @@ def test_the_moment_of_a_snapshot_makes_few_objects_that_garbage_collections_vis
             assert len(next(snapshot_frames(snapshot))) < 4 * MANY, "the first frame is encoded at once"
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("are_executed", [True, False])
+def test_a_snapshot_passes_through_no_copies_in_host_memory_at_once(are_executed: bool) -> None:  # noqa: FBT001 - a parameter
+    world = World(2 * MANY, num_host_blocks=2 * MANY)
+    session, host = world.open(), world.pool.blocks.host
+    add(world, session, MANY, Operation.ADMIT, 4, block_hashes=joined(MANY))
+    run(world, session, **columns(Operation.FREE, MANY), executed=1, launched_sequence=2)
+    for first, count in [(2 * MANY, 16), *((2 * MANY + i, 2) for i in range(16, 28, 2))]:  # they take blocks never used
+        rows = columns(Operation.ADMIT, count, declares=True, num_appended_tokens=each(256, count))
+        numbers = range(first, first + count)
+        rows |= {"request_numbers": numbers, "request_ids": [f"r{i}" for i in numbers]}
+        rows["block_hashes"] = joined(64 * count, b"%d" % first)
+        rows["executed" if are_executed else "launched_sequence"] = session.sequence
+        run(world, session, **rows)
+    assert host
+    if are_executed:
+        world.executed(session)
+    num_copies = sum(map(host.has_copy, world.pool.blocks.prefix_map.hashed_among(map(BlockId, range(2 * MANY)))))
+    assert num_copies > MANY / 2
+    assert bool(host.uses) != are_executed
+    moment = world.allocator.snapshot()
+    assert count_lines(moment.__enter__) < num_copies / 2
+    moment.__exit__(None, None, None)
+    with world.allocator.snapshot() as snapshot:
+        assert len(next(snapshot_frames(snapshot))) < 4 * MANY, "the first frame is encoded at once"
 
 
 @pytest.mark.parametrize("kind", KINDS)

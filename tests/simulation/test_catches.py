@@ -267,7 +267,6 @@ BUGS: dict[str, Bug] = {
         (166, 104),
         (SessionBase, "take_copies", _takes_twice(SessionBase.take_copies)),
     ),
-    "a reset counts what was in host memory": ((166, 90), (HostTier, "clear", lambda _: None)),
 }
 
 

@@ -144,7 +144,7 @@ def _check_prefix_map(pool: KVCacheManager, writers: set[SessionNumber]) -> None
     mapped = list(prefix_map.entries())
     by_block = {block_id: group_id for group_id, _, block_id in mapped}
     require(len(hashed) == len(by_block) == len(prefix_map), "hashed, mapped and counted blocks differ")
-    by_group = Counter(by_block.values())
+    by_group = Counter(group_id for block_id, group_id in by_block.items() if block_id < pool.blocks.num_blocks)
     for group_id in map(GroupId, range(len(pool.config.groups))):
         require(by_group[group_id] == prefix_map.num_cached(group_id), f"group {group_id}: cached miscounted")
     for group_id, block_hash, block_id in mapped:

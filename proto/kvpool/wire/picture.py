@@ -99,7 +99,7 @@ def add_configuration(info: pool_pb2.PoolInfo, pool: KVCacheManager) -> None:
 
 
 def _group(pool: KVCacheManager, group_id: GroupId, *, hides_scopes: bool) -> pool_pb2.GroupInfo:
-    counters, host = pool.blocks.group_counters[group_id], pool.blocks.host
+    counters = pool.blocks.group_counters[group_id]
     lookups, tokens = counters.misses, counters.missed_tokens
     if hides_scopes and MissReason.OTHER_SCOPE in lookups:
         lookups, tokens = Counter(lookups), Counter(tokens)
@@ -108,7 +108,7 @@ def _group(pool: KVCacheManager, group_id: GroupId, *, hides_scopes: bool) -> po
     return pool_pb2.GroupInfo(
         kind=KIND_NAMES[type(allocation_spec(pool.config.groups[group_id].spec))],
         used_blocks=counters.used_blocks,
-        cached_blocks=pool.blocks.prefix_map.num_cached(group_id) - (host.num_cached[group_id] if host else 0),
+        cached_blocks=pool.blocks.prefix_map.num_cached(group_id),
         allocated_blocks=counters.allocated_blocks,
         evicted_blocks=counters.evicted_blocks,
         misses=[

@@ -3,6 +3,7 @@
 import pytest
 
 from kvpool.core import commands
+from kvpool.core.blocks import prefix_map
 from kvpool.core.blocks.prefix_map import MAX_UNUSED_VERSIONS
 from kvpool.core.errors import AbortedError, InvalidArgumentError, NotFoundError, WrongStateError
 from kvpool.core.events import BlockRemoved, BlockStored
@@ -153,6 +154,26 @@ def test_only_the_newest_unused_versions_are_kept() -> None:
     num_removed = sum(isinstance(event, BlockRemoved) for event in events)
     assert num_stored - num_removed == len(world.pool.blocks.prefix_map)
     assert stays.scope == (b"", "0")
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 100])
+def test_the_surplus_of_versions_is_evicted_some_at_a_time(
+    num_host_blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefix_map, "MAX_SURPLUS", 3)
+    monkeypatch.setattr(prefix_map, "MAX_UNUSED_VERSIONS", 0)
+    world = World(num_blocks=40, num_host_blocks=num_host_blocks)
+    session = world.open(weights_version="1")
+    for number in range(1, 21):
+        admit(world, session, number, chr(0x100 + number) * 4)
+        world.free(session, number, executed=session.sequence)
+    num_cached = [len(world.pool.blocks.prefix_map)]
+    assert (num_cached[0] > 40) == (num_host_blocks > 0)
+    world.allocator.set_weights_version(session, "2")
+    while num_cached[-1] != len(world.pool.blocks.prefix_map):
+        num_cached.append(len(world.pool.blocks.prefix_map))
+        world.open(weights_version="2")
+    assert num_cached == [*range(num_cached[0], 0, -3), 0]
 
 
 def test_versions_are_listed(world: World) -> None:

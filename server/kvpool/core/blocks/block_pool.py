@@ -93,7 +93,8 @@ class BlockPool:
         num_columns = config.num_ids if config.num_host_blocks else self.free_list.num_columns
         if config.num_host_blocks:
             process_memory.reserve(config.num_ids * _COLUMN_BYTES)
-        self.prefix_map = PrefixMap(num_columns, len(config.groups), config.num_blocks)
+        num_tiers = 2 if config.num_host_blocks else 1
+        self.prefix_map = PrefixMap(num_columns, len(config.groups), config.num_blocks, num_tiers)
         self.num_evicted = 0
         self.group_counters = [GroupCounters() for _ in config.groups]
         self.block_lifetimes = block_lifetimes
@@ -303,9 +304,9 @@ class BlockPool:
 
         The caller records the event, see `record_copied`.
         """
-        map_id = self.prefix_map.map_id(source)
+        map_id = self.prefix_map.tiers(self.prefix_map.map_id(source))[target >= self.num_blocks]
         for block_hash in self.prefix_map.all_hashes(source):
-            self.cache_tail(map_id, target, block_hash, session_number, sequence)
+            self.cache_tail(MapId(map_id), target, block_hash, session_number, sequence)
         if self.contents:
             self.contents.copy(source, target)
 
@@ -337,8 +338,6 @@ class BlockPool:
 
     def remove_hashes(self, cached: Sequence[BlockId]) -> None:
         """Removes the hashes of blocks that have one."""
-        if self.host:
-            self.host.note_removed(cached)
         if self.block_lifetimes:
             self.block_lifetimes.record_evicted(self.host.without(cached) if self.host else cached)
         if self.contents:
@@ -356,8 +355,6 @@ class BlockPool:
         if self.num_free_blocks != self.num_blocks - 1:
             return False
         self.prefix_map.clear()
-        if self.host:
-            self.host.clear()
         if self.block_lifetimes:
             self.block_lifetimes.clear()
         if self.contents:

@@ -1,8 +1,8 @@
 """The second tier of a pool: blocks of host memory that keep what the first tier evicts.
 
-1. Ids [num_blocks, num_blocks + num_host_blocks) name its blocks. The prefix map leads to them as to the others, so one
-   look-up finds either. Of the blocks with one hash, those of the first tier are found first, and one here at most.
-   (Tails of prompts are an exception: several blocks here can have their hashes.)
+1. Ids [num_blocks, num_blocks + num_host_blocks) name its blocks. The prefix map has maps for them, beside those
+   for the others, and one look-up finds either. Of the blocks with one hash, those of the first tier are found first.
+   Few are here twice: equal blocks that one step copies, and those that have the hashes of tails of prompts.
 2. A block is in no table. It is in use while a copy from or to it may be under way: until the session reports the step
    that makes the copy as executed. Otherwise it is free, in the order in which it is used next: the one that was copied
    least recently first. As in the first tier, a free block keeps its contents.
@@ -16,7 +16,8 @@
 6. Promotion: an admission takes blocks of the first tier for those of its hit that are here, and orders the copies.
    These are `BlockCopy`s, which hold their targets until the step is launched.
 7. A step orders copies to this tier only if it takes blocks, so that it is certain to be launched, and in proportion;
-   and none while MAX_UNREPORTED steps of its session use blocks here, so that no session holds them all.
+   and none while MAX_UNREPORTED steps of its session use blocks here, so that no session holds them all, and one report
+   or the end of the session releases few.
 8. A session that reports neither launched nor executed steps has executed the steps before each step.
 9. Events name a block here from its publication on; those of a promotion are recorded when it is ordered, as of all
    blocks of the first tier.
@@ -31,12 +32,13 @@ from kvpool.core import ids
 from kvpool.core.blocks.free_list import FreeList, FreeListSnapshot
 from kvpool.core.blocks.prefix_map import PrefixMap
 from kvpool.core.ids import BlockId, GroupId, SessionNumber
+from kvpool.core.snapshots import Column
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.statistics import HostCounters
 
 MAX_CLEANED: Final = 256
 """Maximum number of blocks that one step copies to host memory."""
-MAX_UNREPORTED: Final = 64
+MAX_UNREPORTED: Final = 32
 """Maximum number of steps of a session, not reported as executed, that copy blocks to host memory."""
 _LEAST_CLEANED: Final = 8
 _AHEAD_SHARE: Final = 8
@@ -104,9 +106,9 @@ class HostTierSnapshot:
     """
 
     free_list: FreeListSnapshot
-    uses: list[HostUse]
-    copying: list[tuple[BlockId, SessionNumber, BlockId]]
-    to_clean: list[BlockId]
+    uses: Column[HostUse]
+    copying: Column[tuple[BlockId, SessionNumber, BlockId]]
+    to_clean: Column[BlockId]
     num_unscanned: int
     num_large: int
     counters: HostCounters
@@ -117,15 +119,14 @@ class HostTier:
 
     Attributes:
         num_blocks: Number of blocks.
-        num_cached: Number of those that have a hash, by group.
         counters: What was copied and lost.
     """
 
     def __init__(self, config: PoolConfig, first: FirstTier) -> None:
         self.num_blocks = config.num_host_blocks
-        self.num_cached = [0] * len(config.groups)
         self.counters = HostCounters()
         self._first = first
+        self._group_ids = [GroupId(i) for i in range(len(config.groups))]
         self._first_id = config.num_blocks
         self._offset = config.num_blocks - 1  # the free list's block 0 is the null block
         self._free = FreeList(config.num_host_blocks + 1)
@@ -140,6 +141,11 @@ class HostTier:
     def num_free(self) -> int:
         """Number of blocks that no copy uses."""
         return self._free.num_free
+
+    @property
+    def num_cached(self) -> list[int]:
+        """Number of blocks that have a hash, by group. O(scopes)."""
+        return [self._first.prefix_map.num_cached_in_host(group_id) for group_id in self._group_ids]
 
     @property
     def uses(self) -> list[HostUse]:
@@ -216,10 +222,8 @@ class HostTier:
         self._first.remove_hashes(evicted)
         for source, target in zip(sources, targets, strict=True):
             self._first.copy_hashes(source, target, copier(session_number), sequence)
-            group_id = self._first.prefix_map.group_id(target)
-            self.num_cached[group_id] += 1
             self._copying[source] = session_number, target
-            yield group_id, source, target
+            yield self._first.prefix_map.group_id(target), source, target
         self.counters.copied_out_blocks += len(targets)
         self._note_use(HostUse(session_number, sequence, targets, sources))
 
@@ -243,27 +247,15 @@ class HostTier:
     def copies_of(self, block_ids: Iterable[BlockId]) -> list[BlockId]:
         """The blocks here with the contents of those of these blocks that are cached."""
         prefix_map = self._first.prefix_map
-        copies = map(prefix_map.last_copy, prefix_map.hashed_among(block_ids))
-        return [block_id for block_id in copies if block_id >= self._first_id]
+        return [copy for block_id in prefix_map.hashed_among(block_ids) for copy in prefix_map.host_copies(block_id)]
 
     def has_copy(self, block_id: BlockId) -> bool:
         """Whether the contents of a cached block of the first tier are here, too."""
-        return self._first.prefix_map.last_copy(block_id) >= self._first_id
+        return bool(self._first.prefix_map.host_copies(block_id))
 
     def note_evicted(self, block_ids: Sequence[BlockId]) -> None:
         """Counts the contents that are lost when these cached blocks of the first tier are evicted."""
         self.counters.lost_blocks += [self.has_copy(block_id) for block_id in block_ids].count(False)
-
-    def note_removed(self, block_ids: Iterable[BlockId]) -> None:
-        """Counts blocks that are about to lose their hashes, those of the first tier ignored."""
-        for block_id in block_ids:
-            if block_id >= self._first_id:
-                self.num_cached[self._first.prefix_map.group_id(block_id)] -= 1
-
-    def clear(self) -> None:
-        """Records that no block has a hash any more."""
-        self.num_cached = [0] * len(self.num_cached)
-        self._to_clean.clear()
 
     def _note_use(self, use: HostUse) -> None:
         self._uses.setdefault(use.session_number, deque()).append(use)
@@ -294,12 +286,12 @@ class HostTier:
 
     def snapshot(self) -> HostTierSnapshot:
         """The tier at this moment; read it before `end_snapshot`. O(copies under way)."""
-        copying = [(source, *of) for source, of in self._copying.items()]
+        copying = ((source, *of) for source, of in self._copying.copy().items())
         return HostTierSnapshot(
             self._free.snapshot(),
-            self.uses,
-            copying,
-            list(self._to_clean),
+            Column(self.uses, slice_length=1),
+            Column(copying, slice_length=1024),
+            Column(list(self._to_clean)),
             self._num_unscanned,
             self._num_large,
             replace(self.counters),
@@ -317,12 +309,9 @@ class HostTier:
             LookupError: A block does not exist.
         """
         self._free.restore(snapshot.free_list, [BlockId(i) for i in range(self.num_blocks + 1)])
-        for use in snapshot.uses:
+        for use in snapshot.uses.values:
             self._note_use(use)
-        self._copying = {source: (session_number, target) for source, session_number, target in snapshot.copying}
-        self._to_clean, self._num_unscanned = deque(snapshot.to_clean), snapshot.num_unscanned
+        self._copying = {source: (session_number, target) for source, session_number, target in snapshot.copying.values}
+        self._to_clean, self._num_unscanned = deque(snapshot.to_clean.values), snapshot.num_unscanned
         self._num_large = snapshot.num_large
         self.counters = snapshot.counters
-        prefix_map = self._first.prefix_map
-        for block_id in prefix_map.hashed_among(map(BlockId, range(self._first_id, prefix_map.num_columns))):
-            self.num_cached[prefix_map.group_id(block_id)] += 1

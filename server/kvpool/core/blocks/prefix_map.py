@@ -2,25 +2,26 @@
 
 1. A block has a hash exactly when its group's map leads from that hash to the block. Several blocks can have the same
    hash; the block that was cached first is found first. With partial hits a block can have further hashes, of prefixes
-   that end within it. Copies in host memory come last, see `HostTier`.
+   that end within it. Blocks of host memory have maps of their own, in which a look-up looks last, see `HostTier`.
 2. A block is cached when its slots are allocated, shortly before the GPU fills it. The block is pending until the
    session that fills it reports that step as executed. Until then only this session finds the block, because its own
    steps run in order. A block that a later step overwrites is pending under the negative number of its step, and is
    never published: the steps of another session are not ordered before that one.
 3. A block that loses its hash is no longer pending.
-4. Each session has a namespace and a weights version. Each such pair, a scope, has a map per group, so that no session
+4. Each session has a namespace and a weights version. Each such pair, a scope, has maps of its own, so that no session
    finds a block of another scope, even by an equal hash. The scope without a namespace and version has the first maps.
    A hash that leaks through a log is thus no key. Longer keys would be cut again in five places; a check of the owner
    after the look-up would let one tenant evict or probe another's block of the same hash.
 5. A scope exists while it is in use or caches a block. Of the scopes with a version that are not in use, only the
-   newest are kept (`surplus_blocks`), as each new version of the weights makes a scope.
+   newest are kept (`surplus_blocks`), as each new version of the weights makes a scope. The blocks of the others lose
+   their hashes some at a time, whenever a session opens or gets another version.
 6. A hash whose last block loses it is remembered for a while, to explain misses (`EvictedHashes`). The
    hash of a block whose step was never reported as executed is not: that block may never have been computed.
 """
 
 from array import array
 from collections import OrderedDict, defaultdict
-from collections.abc import Container, Iterable, Iterator, MutableSequence, Reversible, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice
 from typing import Any, Final
@@ -41,6 +42,8 @@ MAX_EXAMINED: Final = 64
 """Maximum number of copies of a hash, and of scopes, of which a look-up examines each."""
 MAX_UNUSED_VERSIONS: Final = 16
 """Maximum number of scopes with a weights version that cache blocks and are not in use."""
+MAX_SURPLUS: Final = 4096
+"""Maximum number of blocks of the other such scopes that are evicted in one turn, in 4 to 16 ms."""
 FIRST_SCOPE: Final[Scope] = (b"", "")
 """The scope of sessions without namespace and weights version. It is opened first, and never removed."""
 FIRST_MAP: Final = MapId(0)
@@ -58,7 +61,8 @@ class PrefixMapSnapshot:
         session_numbers: Session that filled each block.
         first_maps: The first map of each scope.
         further_hashes: The further hashes of each block that has some.
-        duplicates: For each map, each hash of several blocks with these blocks, in order.
+        duplicates: For each map, each hash of several blocks with these blocks, in order. Few: a copy in host memory
+            is in another map.
         pending: The pending blocks of each step of a session.
         evicted: The evicted hashes that are remembered.
     """
@@ -77,7 +81,8 @@ class PrefixMap:
     """Maps (scope, group, hash) to blocks.
 
     Columns by block id hold each block's hash, map and the session that filled it. They have entries for the first
-    blocks, among them all that were ever used. A group's map is the first map of the scope plus the group's id.
+    blocks, among them all that were ever used. A group's map is the first map of the scope plus the group's id. If the
+    pool has host memory, as many maps for its blocks follow.
 
     Attributes:
         evicted: The evicted hashes that are remembered. Read-only; change it through this class.
@@ -89,25 +94,27 @@ class PrefixMap:
         "_by_hash",
         "_column_copies",
         "_duplicates",
-        "_first_host_id",
         "_first_maps",
         "_further_hashes",
+        "_is_tiered",
         "_map_ids",
         "_num_cached",
         "_num_groups",
+        "_num_maps",
         "_session_numbers",
         "evicted",
         "pending",
     )
 
-    def __init__(self, num_columns: int, num_groups: int, num_blocks: int) -> None:
+    def __init__(self, num_columns: int, num_groups: int, num_blocks: int, num_tiers: int = 1) -> None:
         # The first copy. If several blocks have the same hash, `_duplicates` holds all of them, in order. An
         # OrderedDict finds its first key in O(1), even after many deletions.
         self._by_hash: list[dict[BlockHash, BlockId]] = []
         self._duplicates: list[dict[BlockHash, OrderedDict[BlockId, None]]] = []
         self._num_cached: list[int] = []
         self._num_groups = num_groups
-        self._first_host_id = num_blocks  # and those after it, if the pool has host memory
+        self._num_maps = num_groups * num_tiers  # of a scope
+        self._is_tiered = num_tiers > 1
         self._first_maps: dict[Scope, MapId] = {}  # in the order in which they were opened
         self._block_hashes: list[BlockHash | None] = [None] * num_columns
         self._further_hashes: dict[BlockId, list[BlockHash]] = {}
@@ -131,7 +138,7 @@ class PrefixMap:
             scope: The scope.
             in_use: The scopes of sessions that can still make requests.
         """
-        first_maps, num_groups = self._first_maps, self._num_groups
+        first_maps = self._first_maps
         if scope in first_maps:
             return first_maps[scope]
         for other, first in list(first_maps.items()):
@@ -139,7 +146,7 @@ class PrefixMap:
                 del first_maps[other]
                 self._make_maps(first)
         taken = set(first_maps.values())
-        first_map = next(MapId(first) for first in count(0, num_groups) if first not in taken)
+        first_map = next(MapId(first) for first in count(0, self._num_maps) if first not in taken)
         first_maps[scope] = first_map
         self._make_maps(first_map)
         if len(self._by_hash) > _MAPS_PER_BYTE and isinstance(self._map_ids, bytearray):
@@ -148,28 +155,29 @@ class PrefixMap:
         return first_map
 
     def surplus_blocks(self, in_use: Container[Scope]) -> list[BlockId]:
-        """The blocks of the oldest scopes beyond MAX_UNUSED_VERSIONS. O(scopes + these blocks)."""
+        """At most MAX_SURPLUS blocks of the oldest scopes beyond MAX_UNUSED_VERSIONS. O(scopes + these blocks)."""
         unused = [
             first
             for scope, first in self._first_maps.items()
             if scope[1] and scope not in in_use and self._caches(first)
         ]
         surplus = unused[: max(len(unused) - MAX_UNUSED_VERSIONS, 0)]
-        maps = [MapId(first + i) for first in surplus for i in range(self._num_groups)]
-        return [copy for i in maps for entry in self._by_hash[i].items() for copy in self._copies(i, *entry)]
+        maps = [MapId(first + i) for first in surplus for i in range(self._num_maps)]
+        found = (copy for i in maps for block_hash in self._by_hash[i] for copy in self._copies(i, block_hash))
+        return list(islice(found, MAX_SURPLUS))
 
     def _caches(self, first: int) -> bool:
         """Whether the scope with this first map caches a block."""
-        return any(self._num_cached[first : first + self._num_groups])
+        return any(self._num_cached[first : first + self._num_maps])
 
     def _make_maps(self, first: int) -> None:
         """Makes the maps of a scope, or makes them again."""
-        groups, end = range(self._num_groups), first + self._num_groups
+        maps, end = range(self._num_maps), first + self._num_maps
         for i in range(first, end):
             self.evicted.forget(MapId(i))
-        self._by_hash[first:end] = [{} for _ in groups]
-        self._duplicates[first:end] = [{} for _ in groups]
-        self._num_cached[first:end] = [0 for _ in groups]
+        self._by_hash[first:end] = [{} for _ in maps]
+        self._duplicates[first:end] = [{} for _ in maps]
+        self._num_cached[first:end] = [0 for _ in maps]
 
     def extend_columns(self, num_columns: int) -> None:
         """Makes entries for the first `num_columns` blocks."""
@@ -183,8 +191,12 @@ class PrefixMap:
         return len(self._block_hashes)
 
     def num_cached(self, group_id: GroupId) -> int:
-        """Number of blocks of a group that have a hash. O(scopes)."""
-        return sum(self._num_cached[group_id :: self._num_groups])
+        """Number of blocks of a group in the first tier that have a hash. O(scopes)."""
+        return sum(self._num_cached[group_id :: self._num_maps])
+
+    def num_cached_in_host(self, group_id: GroupId) -> int:
+        """Number of blocks of a group in host memory, of which the pool has some, that have a hash. O(scopes)."""
+        return sum(self._num_cached[self._num_groups + group_id :: self._num_maps])
 
     def block_hash(self, block_id: BlockId) -> BlockHash | None:
         """Hash of a block; None if it has none."""
@@ -226,8 +238,13 @@ class PrefixMap:
             self._map_ids[block_id] = group_id
 
     def map_id(self, block_id: BlockId) -> MapId:
-        """Map of a block with a hash."""
-        return MapId(self._map_ids[block_id])
+        """Map of the first tier for the scope and group of a block with a hash."""
+        map_id = self._map_ids[block_id]
+        return MapId(map_id - map_id % self._num_maps + map_id % self._num_groups)
+
+    def tiers(self, map_id: MapId) -> Sequence[int]:
+        """A map of the first tier, then the one of host memory for its scope and group, if the pool has some."""
+        return range(map_id, map_id + self._num_maps, self._num_groups)
 
     def session_number(self, block_id: BlockId) -> SessionNumber:
         """Session that filled or copied a block with a hash, by the number that it had when the block was published."""
@@ -249,11 +266,11 @@ class PrefixMap:
         """Whether a step of `writer` after `launched` fills this block, or one of its newest copies.
 
         Only the block itself must not be read. vLLM also waits for copies, of which the newest are cached last. Blocks
-        of host memory are read by a copy, which runs in order.
+        of host memory are read by a copy, which runs in order; while they are pending, `writer` is not theirs.
         """
         pending, writers = self.pending.steps, self._session_numbers
-        copies = self._copies(map_id, self._block_hashes[block_id], block_id)
-        newest = [b for b in chain((block_id,), islice(reversed(copies), MAX_EXAMINED)) if b < self._first_host_id]
+        copies = self._copies(map_id, self._block_hashes[block_id])  # type: ignore[arg-type]  # has one
+        newest = chain((block_id,), islice(reversed(copies), MAX_EXAMINED))
         return any(launched < abs(pending.get(copy, launched)) < NEVER and writers[copy] == writer for copy in newest)
 
     def find(
@@ -269,6 +286,9 @@ class PrefixMap:
         while first < end:
             looked_up = hashes[first : min(first + size, end)]
             piece = [get(block_hash) for block_hash in looked_up]
+            if self._is_tiered and not all(piece):
+                get_host = self._by_hash[map_id + self._num_groups].get
+                piece = [each or get_host(block_hash) for each, block_hash in zip(piece, looked_up, strict=True)]
             if not all(piece):
                 found += piece[: piece.index(None)]  # type: ignore[arg-type]
                 break
@@ -288,7 +308,7 @@ class PrefixMap:
         return (
             max(block_ids, default=0) < len(block_hashes)
             and [block_hashes[block_id] for block_id in block_ids] == list(hashes)
-            and [map_ids[block_id] for block_id in block_ids].count(map_id) == len(block_ids)
+            and {map_ids[block_id] for block_id in block_ids}.issubset(self.tiers(map_id))
             and self._are_visible(block_ids, reader)
         )
 
@@ -298,7 +318,7 @@ class PrefixMap:
 
     def holds(self, map_id: MapId, hashes: Iterable[BlockHash], block_id: BlockId, reader: SessionNumber) -> bool:
         """Whether a block has one of these hashes, in this map, and is visible to `reader`."""
-        if block_id >= len(self._block_hashes) or self._map_ids[block_id] != map_id:
+        if block_id >= len(self._block_hashes) or self._map_ids[block_id] not in self.tiers(map_id):
             return False
         return any(self.has_hash(block_id, each) for each in hashes) and self.is_visible(block_id, reader)
 
@@ -316,44 +336,48 @@ class PrefixMap:
     ) -> list[BlockId]:
         """Replaces each block by its first copy that `reader` can read; stops at a block that has none.
 
-        Examines only the first copies, then the newest ones, among which are those that the reader has cached since.
+        Examines only the first copies, then the newest ones, among which are those that the reader has cached since; of
+        each tier.
         """
         visible: list[BlockId] = []
-        for i, block_id in enumerate(found, start):
-            copies = self._copies(map_id, hashes[i], block_id)
-            examined = chain(islice(copies, MAX_EXAMINED), islice(reversed(copies), MAX_EXAMINED))
+        for i in range(start, start + len(found)):
+            of_tiers = (self._copies(each, hashes[i]) for each in self.tiers(map_id))
+            examined = (b for each in of_tiers for some in (each, reversed(each)) for b in islice(some, MAX_EXAMINED))
             readable = next((copy for copy in examined if self.is_visible(copy, reader)), None)
             if readable is None:
                 break
             visible.append(readable)
         return visible
 
-    def _copies(self, map_id: MapId, block_hash: BlockHash | None, first_copy: BlockId) -> Reversible[BlockId]:
-        return self._duplicates[map_id].get(block_hash, (first_copy,))  # type: ignore[arg-type]
+    def _copies(self, map_id: int, block_hash: BlockHash) -> "OrderedDict[BlockId, None] | tuple[BlockId, ...]":
+        if copies := self._duplicates[map_id].get(block_hash):
+            return copies
+        first_copy = self._by_hash[map_id].get(block_hash)
+        return () if first_copy is None else (first_copy,)
 
     def entries(self) -> Iterator[tuple[GroupId, BlockHash, BlockId]]:
         """Yields all cached blocks with their groups, once with each of their hashes. O(cached blocks)."""
         for i, by_hash in enumerate(self._by_hash):
-            for block_hash, first_copy in by_hash.items():
-                for block_id in self._copies(MapId(i), block_hash, first_copy):
+            for block_hash in by_hash:
+                for block_id in self._copies(i, block_hash):
                     yield GroupId(i % self._num_groups), block_hash, block_id
 
     def leads_back(self, block_id: BlockId) -> bool:
         """Whether the hash of a block, if it has one, leads to this block in its map."""
         if block_id >= len(self._block_hashes) or (block_hash := self._block_hashes[block_id]) is None:
             return True
-        map_id = self.map_id(block_id)
-        first_copy = self.first_copy(map_id, block_hash)
-        return first_copy is not None and block_id in self._copies(map_id, block_hash, first_copy)
+        return block_id in self._copies(self._map_ids[block_id], block_hash)
 
     def first_copy(self, map_id: MapId, block_hash: BlockHash) -> BlockId | None:
-        """The block that was cached first among those that have this hash, visible or not."""
-        return self._by_hash[map_id].get(block_hash)
+        """The block that is found first among those that have this hash, visible or not."""
+        found = self._by_hash[map_id].get(block_hash)
+        if found is None and self._is_tiered:
+            found = self._by_hash[map_id + self._num_groups].get(block_hash)
+        return found
 
-    def last_copy(self, block_id: BlockId) -> BlockId:
-        """The last of the blocks that have the same hash in the same map as a block with a hash, or this block."""
-        copies = self._copies(self.map_id(block_id), self._block_hashes[block_id], block_id)
-        return next(iter(reversed(copies)))
+    def host_copies(self, block_id: BlockId) -> Collection[BlockId]:
+        """The blocks of host memory, of which the pool has some, with the same hash as a block that has one."""
+        return self._copies(self.map_id(block_id) + self._num_groups, self._block_hashes[block_id])  # type: ignore[arg-type]
 
     def all_hashes(self, block_id: BlockId) -> list[BlockHash]:
         """The hash of a block that has one, and its further ones, in order."""
@@ -415,12 +439,7 @@ class PrefixMap:
             if first_copy != block_id:
                 if block_hash not in duplicates:
                     duplicates[block_hash] = OrderedDict({first_copy: None})
-                copies = duplicates[block_hash]
-                last = next(reversed(copies))
-                copies[block_id] = None
-                if last >= self._first_host_id > block_id:
-                    copies.move_to_end(last)
-                    by_hash[block_hash] = next(iter(copies))
+                duplicates[block_hash][block_id] = None
 
     def remove(self, block_id: BlockId) -> list[BlockHash]:
         """Removes the hash of a block that has one, and its further ones, and returns them in order. See rule 6."""
@@ -429,7 +448,8 @@ class PrefixMap:
             raise KeyError(block_id)
         for copied in self._column_copies:
             copied.before_change((block_id,))
-        map_id = MapId(self._map_ids[block_id])
+        map_id = self._map_ids[block_id]
+        of_first_tier = self.map_id(block_id) if self._is_tiered else map_id
         sequence = self.pending.remove(self._session_numbers[block_id], block_id)
         hashes = [block_hash, *self._further_hashes.pop(block_id, ())] if self._further_hashes else [block_hash]
         for block_hash in hashes:
@@ -442,14 +462,19 @@ class PrefixMap:
             else:
                 del self._by_hash[map_id][block_hash]
                 # A copy to host memory that was not executed has the contents of a block that was computed.
-                if sequence is None or sequence == NEVER or self._session_numbers[block_id] < 0:
-                    self.evicted.for_new(1)[map_id][block_hash] = None
+                was_computed = sequence is None or sequence == NEVER or self._session_numbers[block_id] < 0
+                if was_computed and not (self._is_tiered and self.first_copy(MapId(of_first_tier), block_hash)):
+                    self.evicted.for_new(1)[of_first_tier][block_hash] = None
         self._block_hashes[block_id] = None
         self._num_cached[map_id] -= 1
         return hashes
 
     def remove_all(self, block_ids: Sequence[BlockId]) -> None:
         """Removes the hashes of blocks that all have one. See rule 6."""
+        if self._is_tiered:  # the other tier may have a copy of each
+            for block_id in block_ids:
+                self.remove(block_id)
+            return
         for copied in self._column_copies:
             copied.before_change(block_ids)
         size = self.evicted.generation_size
@@ -487,27 +512,27 @@ class PrefixMap:
 
     def why_missing(self, map_id: MapId, block_hash: BlockHash) -> MissReason:
         """Why a look-up in a map does not find a hash. Examines only the oldest scopes."""
-        if block_hash in self._by_hash[map_id]:
+        if self.first_copy(map_id, block_hash) is not None:
             return MissReason.NOT_EXECUTED
         reason = self.evicted.reason(map_id, block_hash)
         if reason is not None:
             return reason
-        by_hash, group_id = self._by_hash, map_id % self._num_groups
+        by_hash, tiers = self._by_hash, self.tiers(MapId(map_id % self._num_groups))
         for first in islice(self._first_maps.values(), MAX_EXAMINED):
-            if block_hash in by_hash[first + group_id]:
-                return MissReason.OTHER_SCOPE
+            for of_first_scope in tiers:
+                if block_hash in by_hash[first + of_first_scope]:
+                    return MissReason.OTHER_SCOPE
         return _UNSEEN
 
     def scopes_of(self, group_id: GroupId, block_hash: BlockHash) -> list[Scope]:
         """The scopes in which a group has cached a hash. O(scopes)."""
-        by_hash = self._by_hash
-        return [scope for scope, first in self._first_maps.items() if block_hash in by_hash[first + group_id]]
+        found = [(scope, self.first_copy(MapId(i + group_id), block_hash)) for scope, i in self._first_maps.items()]
+        return [scope for scope, block_id in found if block_id is not None]
 
     def scopes(self) -> list[tuple[Scope, int]]:
         """Each scope, and the number of blocks that it caches. O(scopes)."""
         return [
-            (scope, sum(self._num_cached[first : first + self._num_groups]))
-            for scope, first in self._first_maps.items()
+            (scope, sum(self._num_cached[first : first + self._num_maps])) for scope, first in self._first_maps.items()
         ]
 
     def continue_from(self, before: "PrefixMap") -> None:
@@ -521,7 +546,10 @@ class PrefixMap:
         """Yields hash, scope and group of each block that has a hash, by id."""
         groups = [GroupId(i) for i in range(self._num_groups)]
         places = {
-            first + group_id: (scope, group_id) for scope, first in self._first_maps.items() for group_id in groups
+            each: (scope, group_id)
+            for scope, first in self._first_maps.items()
+            for group_id in groups
+            for each in self.tiers(MapId(first + group_id))
         }
         for block_hash, map_id in zip(self._block_hashes, self._map_ids, strict=True):
             if block_hash is not None:
@@ -529,8 +557,8 @@ class PrefixMap:
 
     def clear(self) -> None:
         """Removes the hashes of all blocks. O(blocks that were ever used)."""
-        hashed = zip(self._block_hashes, self._map_ids, strict=True)
-        self.evicted.reset((block_hash, map_id) for block_hash, map_id in hashed if block_hash is not None)
+        first_maps = self._first_maps
+        self.evicted.reset((block_hash, first_maps[scope] + group_id) for block_hash, scope, group_id in self.hashed())
         for by_hash, duplicates in zip(self._by_hash, self._duplicates, strict=True):
             by_hash.clear()
             duplicates.clear()
@@ -545,7 +573,7 @@ class PrefixMap:
         self._column_copies = tuple(copied for copied in self._column_copies if not copied.reads(column))
 
     def snapshot(self) -> PrefixMapSnapshot:
-        """The map at this moment; read it before `end_snapshot`. O(pending blocks, blocks with equal hashes)."""
+        """The map at this moment; read it before `end_snapshot`. O(pending blocks, equal hashes in one tier)."""
         hashes, map_ids = ColumnCopy(self._block_hashes), ColumnCopy(self._map_ids)
         session_numbers = ColumnCopy(self._session_numbers)
         self._column_copies = (hashes, map_ids, session_numbers)
@@ -572,7 +600,7 @@ class PrefixMap:
             LookupError: A map or a block does not exist.
         """
         self._first_maps = dict(snapshot.first_maps)
-        for first in range(0, len(snapshot.duplicates), self._num_groups):
+        for first in range(0, len(snapshot.duplicates), self._num_maps):
             self._make_maps(first)
         self._block_hashes = list(snapshot.block_hashes.values)
         is_wide = len(self._by_hash) > _MAPS_PER_BYTE

@@ -28,7 +28,7 @@ from kvpool.server.journal.frames import DAMAGE, Frame, FrameKind, FrameParser, 
 from kvpool.wire.descriptor_reserve import DescriptorReserve
 from kvpool.wire.file_ids import file_id
 
-FORMAT: Final = 17
+FORMAT: Final = 18
 """Format of snapshots and logs; increased when older files cannot be read."""
 
 POOLS_FORMAT: Final = 3

@@ -15,6 +15,7 @@ from kvpool.core.blocks.host_tier import MAX_CLEANED, MAX_UNREPORTED, HostTier
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.core.events import AllBlocksCleared, BlockEvent, BlockRemoved, BlockStored, Medium
 from kvpool.core.execution.apply import mark_executed
+from kvpool.core.execution.end_session import MAX_PART_BLOCKS
 from kvpool.core.ids import NULL_BLOCK, BlockHash, BlockId, GroupId, RequestNumber
 from kvpool.core.pools.snapshots import end_pool_snapshot, pool_snapshot, restored_pool
 from kvpool.core.sessions.session import Session
@@ -282,6 +283,7 @@ def test_a_session_that_stops_to_report_leaves_host_memory_to_others() -> None:
     assert sum(use.session_number == silent.session_number for use in world.host.uses) == MAX_UNREPORTED
     assert silent.waits_since_seconds == 0.0
     assert world.host.num_free > 0
+    assert MAX_UNREPORTED * MAX_CLEANED <= MAX_PART_BLOCKS, "its end or report releases at most what one turn frees"
     copied = world.host.counters.copied_out_blocks
     world.fill(other, "bbbb", "cccc", "dddd")
     assert world.host.counters.copied_out_blocks > copied
@@ -661,7 +663,7 @@ def test_copies_are_counted_by_tier() -> None:
     world, session = event_world()
     world.executed(session)
     world.pool.blocks.take_events()
-    first, host = names("aaaa")[0], world.pool.blocks.prefix_map.last_copy(BlockId(1))
+    first, (host,) = names("aaaa")[0], world.host.copies_of([BlockId(1)])
     world.pool.blocks.evict_blocks([BlockId(1)])
     assert world.pool.blocks.take_events() == [BlockRemoved(first, GroupId(0), 0)]
     world.pool.blocks.evict_blocks([host])
