@@ -2,7 +2,7 @@
 
     python -m engine.measure_lending [WHAT...] [--kills 30] [--ahead]
 
-WHAT are some of chats, kills, restarts, successors, upgrade, stops and sleeps; by default all.
+WHAT are some of chats, kills, restarts, successors, upgrade, stops, sleeps and host-kills; by default all.
 
 Prints tables for the documentation and one JSON object as the last line. Fails when a promise is broken: a token that
 differs from vLLM alone, a block with wrong contents, a request that fails, or a block that is given out too early.
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from engine.host_kills import host_kills
 from engine.lent_blocks import computed_blocks, memory_of, wrong_blocks
 from engine.load import Load, drawn, of_vllm_alone, tokens
 from engine.service import service
@@ -391,6 +392,10 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     }
     blocks = {"successors": NUM_FEW_BLOCKS, "restarts": NUM_MANY_BLOCKS}
     for name in options.what:
+        if name == "host-kills":
+            with host_kills() as (killing, _):
+                yield name, killing.run(options.kills)
+            continue
         with (
             TemporaryDirectory() as folder,
             service(Path(folder)) as server,
@@ -407,7 +412,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
 
 def main() -> None:
     """Runs what the command line names."""
-    every = ["chats", "kills", "restarts", "successors", "upgrade", "stops", "sleeps"]
+    every = ["chats", "kills", "restarts", "successors", "upgrade", "stops", "sleeps", "host-kills"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*every, []], default=every)
     parser.add_argument("--kills", type=int, default=30)
