@@ -85,7 +85,7 @@ class Revisits:
         The names of the requests begin with `name`.
         """
         draw = random.Random(self._seed)
-        systems = [_drawn(draw, 128) for _ in range(3)]
+        systems = [drawn(draw, 128) for _ in range(3)]
         chats = [draw.choice(systems)[:] for _ in range(self._num_chats)]
         turns: list[list[Answer]] = []
         for turn in range(self._num_turns):
@@ -93,7 +93,7 @@ class Revisits:
             for first in range(0, self._num_chats, self._num_at_once):
                 asked = []
                 for i in range(first, min(first + self._num_at_once, self._num_chats)):
-                    chats[i] = chats[i] + _drawn(draw, draw.randint(*self._question_range))
+                    chats[i] = chats[i] + drawn(draw, draw.randint(*self._question_range))
                     engine = engines[(i + turn) % len(engines)]
                     asked.append((i, engine, engine.ask(f"{name}{turn}-{i}", chats[i], answer_tokens)))
                 for i, engine, answer in asked:
@@ -108,7 +108,8 @@ class Revisits:
         return 2 * self._question_tokens // 3, 4 * self._question_tokens // 3
 
 
-def _drawn(draw: random.Random, count: int) -> list[int]:
+def drawn(draw: random.Random, count: int) -> list[int]:
+    """Random tokens."""
     return [draw.randrange(3, VOCABULARY) for _ in range(count)]
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.machine import processor_us
-from engine.measure_lending import tokens
+from engine.load import drawn
 from engine.models import LLAMA, write_model
 from engine.pairs import Engine
 from engine.service import Service, service
@@ -105,10 +105,10 @@ def main() -> None:
         engines = {pool: Measured(each, pool, server) for pool, each in started.items()}
         for size in given.in_flight:
             draw = random.Random(size)
-            heads = [tokens(draw, 64) for _ in range(4)]
+            heads = [drawn(draw, 64) for _ in range(4)]
             for i in range(given.rounds + 1):
                 asked = [
-                    (draw.choice(heads) + tokens(draw, 64), draw.randint(32, 96))
+                    (draw.choice(heads) + drawn(draw, 64), draw.randint(32, 96))
                     for _ in range(given.requests or 16 + 4 * size)
                 ]
                 order = reversed(engines.values()) if i % 2 else engines.values()

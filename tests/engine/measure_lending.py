@@ -2,7 +2,7 @@
 
     python -m engine.measure_lending [WHAT...] [--kills 30] [--ahead]
 
-WHAT are some of chats, kills, restarts, successors, upgrade, stops and sleeps; by default all.
+WHAT are some of chats, kills, restarts, successors, upgrade, stops, sleeps and host-kills; by default all.
 
 Prints tables for the documentation and one JSON object as the last line. Fails when a promise is broken: a token that
 differs from vLLM alone, a block with wrong contents, a request that fails, or a block that is given out too early.
@@ -10,7 +10,6 @@ differs from vLLM alone, a block with wrong contents, a request that fails, or a
 
 import argparse
 import json
-import mmap
 import os
 import random
 import select
@@ -26,9 +25,9 @@ from typing import Any
 
 import torch
 
-from engine.load import Load, of_vllm_alone
-from engine.load import tokens as tokens_of
-from engine.models import VOCABULARY
+from engine.host_kills import host_kills
+from engine.lent_blocks import computed_blocks, memory_of, wrong_blocks
+from engine.load import Load, drawn, of_vllm_alone, tokens
 from engine.service import service
 from engine.serving import AHEAD, BLOCK_TOKENS, SLOW, Answer, ServedEngine, Site, site
 from kvpool.client import Client, connect
@@ -56,18 +55,14 @@ LARGER_MODEL = {
 """What differs from the other model, so that two cores compute such a prompt in more than 300 ms."""
 
 
-def tokens(draw: random.Random, count: int) -> list[int]:
-    return [draw.randrange(3, VOCABULARY) for _ in range(count)]
-
-
 class Chats:
     """Chats of several turns: each prompt is the chat so far and a new question. Five system prompts."""
 
     def __init__(self, seed: int = 1) -> None:
         draw = random.Random(seed)
-        systems = [tokens(draw, SYSTEM_TOKENS) for _ in range(5)]
+        systems = [drawn(draw, SYSTEM_TOKENS) for _ in range(5)]
         self._chats = [draw.choice(systems)[:] for _ in range(NUM_CHATS)]
-        self._questions = [[tokens(draw, draw.randint(20, 60)) for _ in range(NUM_TURNS)] for _ in range(NUM_CHATS)]
+        self._questions = [[drawn(draw, draw.randint(20, 60)) for _ in range(NUM_TURNS)] for _ in range(NUM_CHATS)]
         self._routes = [[draw.randrange(2) for _ in range(NUM_TURNS)] for _ in range(NUM_CHATS)]
 
     def run(
@@ -179,8 +174,8 @@ def killed(engine: ServedEngine, is_free: Callable[[], bool], *, is_core_alone: 
 def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
     """Kills an engine in the middle of its work, again and again; the next one is there already, or starts."""
     draw = random.Random(2)
-    systems = [tokens(draw, 640) for _ in range(4)]
-    prompts = [systems[i % 4] + tokens(draw, draw.randint(1, 60)) for i in range(12)]
+    systems = [drawn(draw, 640) for _ in range(4)]
+    prompts = [systems[i % 4] + drawn(draw, draw.randint(1, 60)) for i in range(12)]
     expected = place.of_vllm_alone(prompts, 60)
     free: dict[str, list[float]] = {}
     engine = place.engine()
@@ -205,14 +200,13 @@ def kills(place: Site, client: Client, count: int) -> dict[str, Any]:
         answers = [engine.ask(f"{turn}+{i}", prompt, 60) for i, prompt in enumerate(prompts)]
         engine.wait(*answers)
         assert all_tokens(answers) == all_tokens(expected), "a token differs"
-    wrong, compared = compare_blocks(
-        place, [*prompts, *([*p, *e.tokens] for p, e in zip(prompts, expected, strict=True))]
-    )
+    contents = computed_blocks(place, [[*each.prompt, *each.tokens] for each in expected], NUM_BLOCKS)
+    wrong, compared = wrong_blocks(place, contents)
     assert not wrong, f"blocks with wrong contents: {wrong}"
     return {
         "kills": count,
         **{name: percentiles(seconds) for name, seconds in free.items()},
-        "blocks compared": compared,
+        "blocks compared": compared.total(),
     }
 
 
@@ -223,19 +217,19 @@ def restarts(place: Site, _: Client, count: int) -> dict[str, Any]:
     measured. Three kinds of engines take turns, in a random order each time.
     """
     draw = random.Random(6)
-    known = tokens(draw, CACHED_TOKENS)
+    known = drawn(draw, CACHED_TOKENS)
     options = {"hf_overrides": LARGER_MODEL, "max_model_len": 2048, "max_num_batched_tokens": 2048}
     engine = place.engine(options=options)
     engine.wait(engine.ask("known", known, 1))
     first: dict[str, list[float]] = {"vLLM alone, computed": [], "kvpool, computed": [], "kvpool, cached": []}
     for kind in [kind for _ in range(count) for kind in draw.sample(sorted(first), len(first))]:
-        engine.ask("unfinished", tokens(draw, 200), 1000)
+        engine.ask("unfinished", drawn(draw, 200), 1000)
         engine.wait_for_steps(engine.num_steps + draw.randint(1, 20))
         engine.kill()
         engine = place.engine(is_attached=kind.startswith("kvpool"), options=options)
-        engine.wait(engine.ask("not counted", tokens(draw, CACHED_TOKENS + NEW_TOKENS), 1))
-        head = known if kind.endswith("cached") else tokens(draw, CACHED_TOKENS)
-        answer = engine.ask("measured", head + tokens(draw, NEW_TOKENS), 1)
+        engine.wait(engine.ask("not counted", drawn(draw, CACHED_TOKENS + NEW_TOKENS), 1))
+        head = known if kind.endswith("cached") else drawn(draw, CACHED_TOKENS)
+        answer = engine.ask("measured", head + drawn(draw, NEW_TOKENS), 1)
         engine.wait(answer)
         cached = len(known) if head is known else 0
         assert answer.cached_tokens == cached, f"{answer.cached_tokens} tokens were cached"
@@ -282,37 +276,8 @@ def successors(place: Site, _: Client, count: int) -> dict[str, Any]:
         finished |= engine.answers
         engine.stop()
     cached = sum(answer.cached_tokens for answer in finished.values())
-    assert tokens_of(finished) == expected, "a token differs"
+    assert tokens(finished) == expected, "a token differs"
     return {"kills": count, "requests": len(finished), "asked again": again, "cached tokens": cached}
-
-
-def memory_of(place: Site, pool: str) -> torch.Tensor:
-    """The blocks of a pool: (layers, blocks, bytes per layer)."""
-    (path,) = place.memory_folder.glob(f"*/{pool}/0/memory-*")
-    with path.open("r+b") as file:
-        mapped = mmap.mmap(file.fileno(), 0)
-    return torch.frombuffer(mapped, dtype=torch.float32).view(LAYERS, place.num_blocks, -1)
-
-
-def cached_blocks(service_address: str, pool: str) -> dict[bytes, int]:
-    with AdminClient(service_address) as admin:
-        found: dict[bytes, int] = {}
-        for block in admin.blocks(pool):
-            if block.block_hash:
-                found[bytes(block.block_hash)] = block.block_id
-        return found
-
-
-def compare_blocks(place: Site, prompts: Sequence[Sequence[int]]) -> tuple[list[int], int]:
-    """Compares each cached block with what another engine computes for the same tokens, in memory of another pool."""
-    with site(place.service, place.num_blocks, pool="recomputed") as other:
-        engine = other.engine()
-        engine.wait(*[engine.ask(f"{i}", prompt, 1) for i, prompt in enumerate(prompts)])
-        own, fresh = cached_blocks(place.service, place.pool), cached_blocks(place.service, other.pool)
-        ours, theirs = memory_of(place, place.pool), memory_of(other, other.pool)
-        both = sorted(own.keys() & fresh.keys())
-        wrong = [own[key] for key in both if not torch.allclose(ours[:, own[key]], theirs[:, fresh[key]], atol=1e-3)]
-    return wrong, len(both)
 
 
 def upgrade(place: Site) -> dict[str, Any]:
@@ -341,7 +306,7 @@ def upgrade(place: Site) -> dict[str, Any]:
 def stops(place: Site, client: Client) -> dict[str, Any]:
     """Stops an engine for longer than its lease, and kills the lender."""
     draw = random.Random(3)
-    prompts = [tokens(draw, 200) for _ in range(8)]
+    prompts = [drawn(draw, 200) for _ in range(8)]
     expected = place.of_vllm_alone(prompts, 100)
     stopped, other = place.engine(lease_seconds=2.0), place.engine()
     for engine in (stopped, other):
@@ -352,12 +317,12 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
     stopped.signal(signal.SIGSTOP)
     wait_until(lambda: client.get_pool(place.pool).quarantined_sessions == 1, "the lease has expired", WAIT_SECONDS)
     held = client.get_pool(place.pool).quarantined_blocks
-    memory = memory_of(place, place.pool)
+    memory = memory_of(place)
     with AdminClient(place.service) as admin:
         blocks = [block.block_id for block in admin.blocks(place.pool) if block.ref_cnt]
     before = memory[:, blocks].clone()
     for _ in range(20):  # more than the pool has, so that every free block is written
-        asked = [other.ask(f"{draw.random()}", tokens(draw, 900), 4) for _ in range(8)]
+        asked = [other.ask(f"{draw.random()}", drawn(draw, 900), 4) for _ in range(8)]
         other.wait(*asked)
     assert torch.equal(memory[:, blocks], before), "a block was given out before the engine answered"
     assert client.get_pool(place.pool).quarantined_blocks == held
@@ -383,7 +348,7 @@ def stops(place: Site, client: Client) -> dict[str, Any]:
 def sleeps(place: Site, client: Client) -> dict[str, Any]:
     """An engine sleeps 30 times while another serves chats, which hit what the first has cached."""
     draw = random.Random(4)
-    prompts = [tokens(draw, 640) for _ in range(4)]
+    prompts = [drawn(draw, 640) for _ in range(4)]
     sleeper, other = place.engines(2)
     expected = [sleeper.ask(f"{i}", prompt, 16) for i, prompt in enumerate(prompts)]
     sleeper.wait(*expected)
@@ -392,12 +357,12 @@ def sleeps(place: Site, client: Client) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {"sleep": [], "wake_up": []}
     first: list[float] = []
     for turn in range(30):
-        running = [other.ask(f"r{turn}-{i}", prompt + tokens(draw, 20), 60) for i, prompt in enumerate(prompts)]
+        running = [other.ask(f"r{turn}-{i}", prompt + drawn(draw, 20), 60) for i, prompt in enumerate(prompts)]
         seconds["sleep"].append(sleeper.call("sleep", 1))
         asleep_mib.append(sleeper.resident_shared_mib)
         other.wait(*running)
         assert all(each.cached_tokens == 640 for each in running), "the prefixes of the engine that sleeps are cached"
-        running = [other.ask(f"s{turn}-{i}", tokens(draw, 400), 60) for i in range(4)]
+        running = [other.ask(f"s{turn}-{i}", drawn(draw, 400), 60) for i in range(4)]
         seconds["wake_up"].append(sleeper.call("wake_up"))
         answers = [sleeper.ask(f"{turn}+{i}", prompt, 16) for i, prompt in enumerate(prompts)]
         sleeper.wait(*answers)
@@ -427,6 +392,10 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
     }
     blocks = {"successors": NUM_FEW_BLOCKS, "restarts": NUM_MANY_BLOCKS}
     for name in options.what:
+        if name == "host-kills":
+            with host_kills() as (killing, _):
+                yield name, killing.run(options.kills)
+            continue
         with (
             TemporaryDirectory() as folder,
             service(Path(folder)) as server,
@@ -443,7 +412,7 @@ def measured(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]
 
 def main() -> None:
     """Runs what the command line names."""
-    every = ["chats", "kills", "restarts", "successors", "upgrade", "stops", "sleeps"]
+    every = ["chats", "kills", "restarts", "successors", "upgrade", "stops", "sleeps", "host-kills"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", choices=[*every, []], default=every)
     parser.add_argument("--kills", type=int, default=30)

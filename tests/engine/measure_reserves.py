@@ -27,7 +27,7 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as Plain
 
 from engine.driving import Driver, Setup, end_sessions, make_scheduler
-from engine.measure_lending import tokens
+from engine.load import drawn
 from engine.service import service
 from kvpool.client.vllm import AsyncScheduler
 from kvpool.replay.trace import read_trace
@@ -94,9 +94,9 @@ def preemptions(share: float, given: argparse.Namespace, address: str, *, caches
     running = given.running or 32
     for seed in range(given.seeds):
         draw = random.Random(seed)
-        prefixes = [tokens(draw, 128) for _ in range(4)]
+        prefixes = [drawn(draw, 128) for _ in range(4)]
         requests = [
-            (draw.choice(prefixes) * draw.randrange(2) + tokens(draw, draw.randint(16, 256)), draw.randint(16, 384))
+            (draw.choice(prefixes) * draw.randrange(2) + drawn(draw, draw.randint(16, 256)), draw.randint(16, 384))
             for _ in range(given.requests or 160)
         ]
         needs = [-(-(len(prompt) + num_tokens) // BLOCK_TOKENS) for prompt, num_tokens in requests]

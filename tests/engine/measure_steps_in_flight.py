@@ -23,7 +23,8 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from engine.driving import Driver, Setup, make_scheduler
-from engine.measure_lending import percentiles, tokens
+from engine.load import drawn
+from engine.measure_lending import percentiles
 from kvpool.client.vllm import Scheduler
 from support.logging_process import LoggingProcess
 from support.processes import PYTHON
@@ -51,14 +52,14 @@ class Chat:
         self.name = name
         self.tokens = [*draw.choice(systems)]
         self.turns = deque(
-            (tokens(draw, draw.randint(20, 120)), draw.randint(8, 120), draw.randrange(2)) for _ in range(NUM_TURNS)
+            (drawn(draw, draw.randint(20, 120)), draw.randint(8, 120), draw.randrange(2)) for _ in range(NUM_TURNS)
         )
 
 
 def run(drivers: Sequence[Driver]) -> dict[str, Any]:
     """Plays all chats on two schedulers, whose steps alternate."""
     draw = random.Random(1)
-    systems = [tokens(draw, SYSTEM_TOKENS) for _ in range(5)]
+    systems = [drawn(draw, SYSTEM_TOKENS) for _ in range(5)]
     waiting = deque(Chat(str(i), draw, systems) for i in range(NUM_CHATS))
     talking: dict[str, tuple[Chat, Driver]] = {}
     rounds = prompt_tokens = 0
