@@ -44,6 +44,7 @@ ONE_AT_A_TIME = {"max_num_batched_tokens": 32, "max_num_seqs": 1}
 """Each step ends where a block does, so that the size of batches, on which states depend, does not depend on hits."""
 BESIDE = {"background_copy_mib": 0}
 """Copies of nearly all hits are made while other requests run."""
+LATE = {"worker_cls": "engine.late_copies.LateWorker"}
 CASES = {
     "llama": Case(LLAMA, 80, Revisits(48, num_at_once=4)),
     "llama-ahead": Case(LLAMA, 80, Revisits(48, num_at_once=4), AHEAD),
@@ -71,11 +72,12 @@ def test_every_token_is_that_of_vllm_alone_with_memory_for_all(name: str, addres
         alone = place.engine(is_attached=False, num_blocks=ALL_BLOCKS, options=case.options)
         expected = case.chats.run(alone)
         alone.stop()
-        engine = place.engine(options=case.options, **case.settings)
+        engine = place.engine(options=case.options | (LATE if case.settings else {}), **case.settings)
         if case.settings:  # beside a request that runs all the time
             engine.ask("long", range(3, 20), 1000)
         found = case.chats.run(engine)
         engine.stop()
+        assert not case.settings or "copies are made late" in engine.wait_for_end()
         with connect(address) as client:
             pool = client.get_pool(place.pool)
     assert [[each.tokens for each in turn] for turn in found] == [[each.tokens for each in turn] for turn in expected]

@@ -1,10 +1,12 @@
 """Hits that are copied from host memory in the background: the scheduler on a pool of this process, without a model."""
 
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 
 from engine.driving import Driver, Setup, make_scheduler
 from kvpool.client import Client
@@ -20,18 +22,29 @@ NUM_HIT: Final = 96
 NONE: Final = CopyOrders()
 
 
-class Engine:
-    """An engine that has evicted PROMPT to host memory, and that runs another request unless `is_idle`."""
+def prompt_of(number: int) -> list[int]:
+    """One of many prompts; the first is PROMPT."""
+    return [(each + 19 * number) % 512 for each in PROMPT]
 
-    def __init__(self, service: RecordingTransport, folder: Path, setup: Setup, mib: int = 0) -> None:
+
+class Engine:
+    """An engine that has evicted PROMPT to host memory."""
+
+    def __init__(
+        self, service: RecordingTransport, folder: Path, setup: Setup, mib: int = 0, num_evicted: int = 8
+    ) -> None:
         kvpool = {"address": "unix:/none", "pool": "m", "memory_id": "gpu0", "background_copy_mib": mib}
         self.service = service
         self.scheduler = make_scheduler(Scheduler, replace(setup, additional_config={"kvpool": kvpool}), folder)
         self.driver = Driver(self.scheduler, setup)
-        for i in range(8):
-            self.driver.add(f"{i}", [(each + 64 * i) % 512 for each in PROMPT], 1)
-            self.driver.finish()
-            self.driver.drain()
+        for i in range(num_evicted):
+            self.serve(f"{i}", prompt_of(i))
+
+    def serve(self, name: str, prompt: list[int]) -> None:
+        """Computes a prompt."""
+        self.driver.add(name, prompt, 1)
+        self.driver.finish()
+        self.driver.drain()
 
     @property
     def promotions(self) -> Any:
@@ -165,7 +178,7 @@ def test_a_request_that_hits_blocks_of_a_copy_in_the_background_runs_after_it(en
 def test_requests_of_one_round_are_one_batch(engine: Engine) -> None:
     engine.run_long()
     engine.driver.add("a", PROMPT, 4)
-    engine.driver.add("b", [(each + 64) % 512 for each in PROMPT], 4)
+    engine.driver.add("b", prompt_of(1), 4)
     _, orders = engine.step()
     assert len(orders.beside) == 12
     engine.driver.report = CopyReport(num_made=1)
@@ -185,3 +198,106 @@ def test_how_long_copies_took_is_reported_once(service: RecordingTransport, tmp_
     engine.scheduler.kv_cache_manager.calls.deliver_all()
     sent = [(each.copying_out_microseconds, each.copying_in_microseconds) for each in service.sent]
     assert [sum(each) for each in zip(*sent, strict=True)] == [1000, 30]
+
+
+def test_a_small_hit_of_the_same_prefix_is_copied_before_the_step(engine: Engine) -> None:
+    engine.run_long()
+    engine.promotions.max_blocks = 2
+    engine.driver.add("small", PROMPT[:40], 1)
+    engine.driver.add("a", PROMPT, 4)
+    tokens, orders = engine.step()
+    assert "small" in tokens
+    assert len([source for source, _ in orders.before if source >= SETUP.num_blocks]) == 2
+    assert (len(orders.beside), orders.joined) == (4, 0)
+
+
+def test_a_reset_takes_the_hits_of_requests_that_wait_for_copies(engine: Engine) -> None:
+    """The weights may change next, and vLLM preempts only requests that run."""
+    engine.run_long()
+    engine.driver.add("a", PROMPT, 4)
+    engine.step()
+    assert engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    assert engine.driver.requests["a"].num_computed_tokens == 0
+    engine.driver.finish()
+    engine.driver.drain()
+    assert engine.driver.cached["a"] < NUM_HIT
+    assert len(engine.driver.generated["a"]) == 4
+
+
+def test_requests_that_lack_the_blocks_of_each_others_hits_go_on(engine: Engine) -> None:
+    rng = random.Random(1)
+    small, large, rest = ([rng.randrange(512) for _ in range(count)] for count in (33, 228, 223))
+    for number, prompt in enumerate((large, small, *([rng.randrange(512) for _ in range(100)] for _ in range(8)))):
+        engine.serve(f"earlier {number}", prompt)
+    engine.driver.add("long", PROMPT[:5], 6)
+    engine.step()
+    engine.driver.add("a", small + rest, 2)
+    engine.driver.add("b", large, 2)
+    engine.step()
+    engine.driver.report = CopyReport(num_made=1)
+    assert set(engine.promotions.waiting) == {"a", "b"}
+    for _ in range(40):
+        engine.step()
+    assert engine.driver.is_idle
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_no_more_requests_wait_for_copies_than_can_run(
+    setup: Setup, service: RecordingTransport, tmp_path: Path
+) -> None:
+    engine = Engine(service, tmp_path, replace(setup, num_blocks=60, max_num_seqs=3), num_evicted=20)
+    engine.run_long()
+    for i in range(4):
+        engine.driver.add(f"new {i}", prompt_of(i), 2)
+    engine.step()
+    engine.step()
+    assert len(engine.promotions.waiting) == 2
+    engine.driver.report = CopyReport(num_made=2)
+    for _ in range(30):
+        engine.step()
+    assert [len(engine.driver.generated[f"new {i}"]) for i in range(4)] == [2] * 4
+
+
+@pytest.mark.parametrize("setup", SETUPS.values(), ids=SETUPS)
+def test_steps_are_reported_although_the_request_that_waited_cannot_run(
+    setup: Setup, service: RecordingTransport, tmp_path: Path
+) -> None:
+    engine = Engine(service, tmp_path, replace(setup, max_num_seqs=2))
+    engine.run_long()
+    engine.driver.add("a", PROMPT, 4)
+    assert engine.step()[1].beside
+    sequence = engine.scheduler.kv_cache_manager.session.sequence
+    engine.scheduler.max_num_active_reqs = 1
+    engine.driver.report = CopyReport(num_made=1)
+    for _ in range(5):
+        tokens, _ = engine.step()
+        assert "a" not in tokens
+    assert engine.is_executed(sequence)
+
+
+def test_a_pause_begins_when_the_copies_have_been_made(engine: Engine) -> None:
+    engine.run_long()
+    engine.driver.add("a", PROMPT, 4)
+    engine.step()
+    sequence = engine.scheduler.kv_cache_manager.session.sequence
+    engine.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    engine.driver.drain()
+    assert engine.scheduler.has_requests()
+    assert engine.step()[1].joined == 1
+    engine.driver.drain()
+    assert not engine.scheduler.has_requests()
+    assert engine.is_executed(sequence)
+    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    engine.driver.report = CopyReport(num_made=1)
+    engine.driver.abort("long")
+    engine.driver.finish()
+    engine.driver.drain()
+    assert engine.driver.cached["a"] == NUM_HIT
+
+
+def test_running_requests_get_the_blocks_of_an_aborted_one_after_its_copies(engine: Engine) -> None:
+    engine.run_long()
+    engine.driver.add("a", PROMPT, 4)
+    engine.step()
+    engine.driver.abort("a")
+    assert engine.step()[1].joined == 1

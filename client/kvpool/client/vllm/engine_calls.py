@@ -10,7 +10,7 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -249,23 +249,15 @@ class EngineCalls:
         copies, self._copies = self._copies, []
         return copies
 
-    def take_host_copies(self) -> CopyOrders | None:
+    def take_host_copies(self, used: Collection[int] = (), *, is_idle: bool = False) -> CopyOrders | None:
         """Returns the other copies, in order. The output of the round that has ended carries them.
 
         Its workers make them before those within the first tier, which may read what they write. Those of a session
-        that is lost are not made: their blocks may have other owners.
+        that is lost are not made: their blocks may have other owners. See `Promotions.orders`.
         """
         self._collect_copies()
         copies, self._host_copies = self._host_copies, []
-        return None if self.lost else self.promotions.orders([(copy.source, copy.target) for copy in copies])
-
-    def promote(self, session_request: Request) -> None:
-        """Has a request wait for the copies of its hit, which are made in the background."""
-        self._collect_copies()
-        held = {block_id for block_ids in session_request.block_ids for block_id in block_ids}
-        own = [copy for copy in self._host_copies if copy.target in held]
-        self._host_copies = [copy for copy in self._host_copies if copy.target not in held]
-        self.promotions.begin(session_request.request_id, own)
+        return None if self.lost else self.promotions.orders(copies, used, is_idle=is_idle)
 
     def host_targets(self) -> set[int]:
         """Returns the blocks that the next such copies fill."""

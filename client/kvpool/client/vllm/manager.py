@@ -6,7 +6,6 @@ decides which messages are sent, and when.
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from operator import attrgetter
 from typing import Any, Final
 
@@ -114,8 +113,6 @@ class KVCacheManager:
                 blocks = KVCacheBlocks(answer.hit_blocks, answer.computed) if num_tokens else blocks
             elif admitted and admitted.ok:
                 blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
-        if num_tokens:
-            self.calls.promotions.note_hit(chain.from_iterable(blocks.block_ids))
         if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
             self.events.publish_hit(request, blocks.block_ids)
         return blocks, num_tokens, boundary

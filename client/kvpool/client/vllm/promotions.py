@@ -2,19 +2,23 @@
 
 1. A large hit is admitted alone while other requests run. Its request waits, as for a KV connector, until its copies
    have been made; then it allocates slots for its other tokens.
-2. The copies of the requests of one round are a batch. Workers make batches in order. One rank reports how many it has
-   made, which is a hint: other ranks can be later.
+2. The copies of the requests that one round admits alone are a batch, except those to blocks that the step of the round
+   reads: these are made before it. Workers make batches in order. One rank reports how many it has made, which is a
+   hint: other ranks can be later.
 3. A round that uses what a batch writes joins it: each rank runs the step of the round after the batch. When the
    output of that step arrives, all ranks have made the batch. Until then, the steps that ordered its copies do not
    count as executed, so that no other session gets the blocks.
-4. A round joins a batch if a request of the batch continues or is aborted, or if another request hits its blocks.
+4. A round joins the batches that were reported as made, those whose blocks a request uses that it schedules, and those
+   of requests that gave up their blocks. A round of an idle engine joins all. So each batch is joined.
+5. If nothing can run, these requests give up their blocks, as each may lack what others hold.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+from kvpool.client.request import Request
 from kvpool.core.sessions.request import BlockCopy
 from kvpool.core.specs.pool_config import PoolConfig
 from kvpool.core.steps.columns import Step
@@ -32,21 +36,19 @@ def max_promoted_blocks(scheduler: Any, config: PoolConfig, max_mib: int) -> int
     return max(max_mib * _MIB // max(memory_bytes // config.num_blocks, 1), 1)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Batch:
     """Copies of one round.
 
     Attributes:
         number: Its place among all batches, from 1.
-        copies: The copies, until an output carries them.
         sequence: Number of the first step that ordered one.
         targets: The blocks that they fill.
     """
 
     number: int
-    copies: list[BlockCopy] = field(default_factory=list)
-    sequence: int = 0
-    targets: set[int] = field(default_factory=set)
+    sequence: int
+    targets: frozenset[int]
 
 
 class Promotions:
@@ -65,48 +67,62 @@ class Promotions:
         self._num_sent = self._num_joined = 0
         self._batches: deque[_Batch] = deque()
         """Those that some rank may not have made."""
-        self._requests: dict[str, _Batch] = {}
+        self._requests: dict[str, int] = {}
+        """The requests that were admitted alone and not scheduled since, with the numbers of their batches."""
+        self._admitted: dict[str, Request] = {}
+        """Those of this round."""
 
     @property
     def waiting(self) -> Collection[str]:
-        """The requests that wait."""
+        """The requests that were admitted for their hits alone, and have not been scheduled since."""
         return self._requests.keys()
 
-    def begin(self, request_id: str, copies: Collection[BlockCopy]) -> None:
-        """Has a request wait for copies, which go with the output of this round."""
-        if not self._batches or self._batches[-1].number <= self._num_sent:
-            self._batches.append(_Batch(self._num_sent + 1, sequence=min(copy.sequence for copy in copies)))
-        batch = self._requests[request_id] = self._batches[-1]
-        batch.copies += copies
-        self.num_copies += len(copies)
-        batch.targets |= {copy.target for copy in copies}
+    @property
+    def has_unjoined(self) -> bool:
+        """Whether a batch needs a round that joins it."""
+        return bool(self._batches) and self._batches[-1].number > self._num_joined
+
+    def admit(self, session_request: Request) -> None:
+        """Has a request wait for the copies that this round orders to its blocks."""
+        self._requests[session_request.request_id] = self._num_sent + 1
+        self._admitted[session_request.request_id] = session_request
 
     def waits(self, request_id: str) -> bool:
         """Whether a request waits for copies that may not have been made."""
-        batch = self._requests.get(request_id)
-        return batch is not None and batch.number > self.report.num_made
+        return self._requests.get(request_id, 0) > self.report.num_made
 
     def end(self, request_id: str) -> None:
-        """Has this round join the copies of a request, which continues or is aborted."""
-        if batch := self._requests.pop(request_id, None):
-            self._num_joined = max(self._num_joined, batch.number)
+        """Records that a request is scheduled, or gives up its blocks. Then the next round joins its batch."""
+        if self._admitted.pop(request_id, None) is None:
+            self._num_joined = max(self._num_joined, self._requests.get(request_id, 0))
+        self._requests.pop(request_id, None)
 
-    def note_hit(self, block_ids: Iterable[int]) -> None:
-        """Has this round join the batches that fill these blocks, which a request hits."""
-        if self._batches:
-            hit = set(block_ids)
-            self._num_joined = max(
-                [self._num_joined, *(each.number for each in self._batches if not hit.isdisjoint(each.targets))]
-            )
+    def orders(self, copies: Sequence[BlockCopy], used: Collection[int], *, is_idle: bool) -> CopyOrders | None:
+        """Returns what copies go with the output of this round; None for none.
 
-    def orders(self, before: list[tuple[int, int]]) -> CopyOrders | None:
-        """Returns what copies go with the output of this round, `before` it and beside; None for none."""
-        beside: list[tuple[int, int]] = []
-        if self._batches and self._batches[-1].number > self._num_sent:
-            beside = [(copy.source, copy.target) for copy in self._batches[-1].copies]
+        Args:
+            copies: Those that it has ordered.
+            used: Blocks of the requests that it has admitted and scheduled, and sources of copies that it makes.
+            is_idle: Whether it schedules no tokens, and the next one will not either.
+        """
+        waiting = {block_id for each in self._admitted.values() for ids in each.block_ids for block_id in ids}
+        waiting.difference_update(used)
+        beside = [copy for copy in copies if copy.target in waiting]
+        before = [copy for copy in copies if copy.target not in waiting] if beside else copies
+        if beside:
             self._num_sent += 1
-        joins = any(batch.number <= self._num_joined for batch in self._batches)
-        return CopyOrders(before, beside, self._num_joined) if before or beside or joins else None
+            self.num_copies += len(beside)
+            targets = frozenset(copy.target for copy in beside)
+            self._batches.append(_Batch(self._num_sent, min(copy.sequence for copy in beside), targets))
+        else:
+            self._requests.update(dict.fromkeys(self._admitted, 0))
+        self._admitted.clear()
+        joined = [batch.number for batch in self._batches if is_idle or not batch.targets.isdisjoint(used)]
+        joined.append(min(self.report.num_made, self._num_sent))
+        self._num_joined = max(self._num_joined, *joined)
+        if not before and not beside and not any(batch.number <= self._num_joined for batch in self._batches):
+            return None
+        return CopyOrders(_pairs(before), _pairs(beside), self._num_joined)
 
     def settle(self, orders: CopyOrders) -> None:
         """Records that the output of a round with these orders has arrived."""
@@ -122,3 +138,7 @@ class Promotions:
     def last_executed(self, sequence: int) -> int:
         """Returns the newest step, at most this one, whose copies in the background all ranks have made."""
         return min([sequence, *(batch.sequence - 1 for batch in self._batches)])
+
+
+def _pairs(copies: Iterable[BlockCopy]) -> list[tuple[int, int]]:
+    return [(copy.source, copy.target) for copy in copies]

@@ -10,7 +10,7 @@ A round is one call of the scheduler's `schedule`.
 2. A wrong prediction is undone. It costs a message but never changes a result: see `StepBatcher`.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import islice
 from typing import Any, Final
 
@@ -119,11 +119,14 @@ class SchedulePredictor:
     def admissions(self, max_admissions: int) -> list[Request]:
         """Predicts the next admissions, at most `max_admissions`, if tokens and blocks are left for them."""
         scheduler = self._scheduler
-        if not self._predicts_admissions or not self._are_skipped(scheduler.kv_holding_waiting):
+        if not self._predicts_admissions:
             return []
+        promotions = scheduler.kv_cache_manager.calls.promotions
+        if not all(scheduler.running and promotions.waits(each.request_id) for each in scheduler.kv_holding_waiting):
+            return []  # it schedules those first
         if scheduler.pause_state is not PauseState.UNPAUSED:
             return []
-        num_running = len(scheduler.running) + scheduler.num_waiting_for_streaming_input
+        num_running = len(scheduler.running) + scheduler.num_waiting_for_streaming_input + len(promotions.waiting)
         limit = max(min(max_admissions, self._max_running - num_running), 0)
         predicted: list[Request] = []
         num_embeds_left = self.encoder_inputs.num_embeds_left
@@ -136,12 +139,6 @@ class SchedulePredictor:
                     break
             predicted.append(request)
         return predicted
-
-    def _are_skipped(self, requests: Iterable[Request]) -> bool:
-        """Whether the scheduler skips these requests, which hold blocks, as they wait for copies from host memory."""
-        scheduler = self._scheduler
-        promotions = scheduler.kv_cache_manager.calls.promotions
-        return all(scheduler.running and promotions.waits(each.request_id) for each in requests)
 
 
 def is_admissible(request: Request) -> bool:

@@ -22,6 +22,7 @@ from kvpool.client.vllm.publisher import replaced_publisher
 from kvpool.client.vllm.settings import Settings
 from kvpool.client.vllm.weights import LoRAs
 from kvpool.core.errors import KvpoolError
+from kvpool.lending.host_copies import CopyOrders
 
 _log = logging.getLogger("kvpool.client.vllm")
 
@@ -121,7 +122,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             output.kvpool_lease = (self._kvpool.session.config.name, lease.epoch, lease.session_number)
         loads = self.kv_cache_manager.loads
         self._rounds.append((output, self.kv_cache_manager.batcher.end(), loads.end_round() if loads else {}))
-        if orders := self.kv_cache_manager.calls.take_host_copies():
+        if orders := self._take_copies(output):
             output.kvpool_copies = orders  # for the workers
         if output.total_num_scheduled_tokens:
             self.kv_cache_manager.calls.check_lease()
@@ -176,15 +177,19 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
     def _handle_blocked_waiting_request(self, request: Any) -> bool:
         """Returns whether a waiting request can be scheduled, as vLLM does; not while its hit is being copied."""
         promotions = self.kv_cache_manager.calls.promotions
-        if promotions.max_blocks and request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+        if request.request_id in promotions.waiting:
             if self.running and promotions.waits(request.request_id):
                 return False
-            promotions.end(request.request_id)
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             return True
         if not super()._handle_blocked_waiting_request(request):
             return False
-        hit = self.kv_cache_manager.batcher.promote(request) if promotions.max_blocks and self.running else None
+        if not promotions.max_blocks or not self.running:
+            return True
+        num_active = len(self.running) + self.num_waiting_for_streaming_input + len(promotions.waiting)
+        if num_active >= self.max_num_active_reqs and not request.num_computed_tokens:
+            return False  # those that wait for copies run first
+        hit = self.kv_cache_manager.batcher.promote(request)
         if hit:
             self._await_copies(request, hit)
         return hit is None
@@ -204,7 +209,37 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         request.num_computed_tokens = hit.num_hit_tokens
         request.shared_prefix_boundary = hit.shared_prefix_boundary_tokens
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
-        self._inflight_prefills.add(request)
+
+    def _take_copies(self, output: Any) -> CopyOrders | None:
+        """Returns the copies from and to host memory that go with the output of a round."""
+        calls, used, has_tokens = self.kv_cache_manager.calls, set[int](), output.total_num_scheduled_tokens > 0
+        if calls.promotions.waiting or calls.promotions.has_unjoined:
+            for request_id in (
+                *(each.req_id for each in output.scheduled_new_reqs), *output.scheduled_cached_reqs.resumed_req_ids
+            ):  # fmt: skip
+                calls.promotions.end(request_id)
+                used.update(*calls.requests[request_id].block_ids)
+            used.update(copy[0] for copy in output.kv_cache_block_copies or ())
+        will_run = self.running and self.get_num_unfinished_requests()  # none of them while paused
+        orders = calls.take_host_copies(used, is_idle=not has_tokens and not will_run)
+        if not has_tokens and not self.running:
+            self._give_up_hits()
+        return orders
+
+    def _give_up_hits(self) -> None:
+        """Has requests that were admitted for their hits alone wait without blocks, as before."""
+        for request_id in reversed([*self.kv_cache_manager.calls.promotions.waiting]):
+            request = self.requests[request_id]
+            self.kv_cache_manager.free(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            self.kv_holding_waiting.remove_request(request)
+            self.deferred_waiting.discard(request)
+            self.waiting.prepend_request(request)
+
+    def has_requests(self) -> bool:
+        """Returns whether the engine is to run a step, as vLLM does; also one that joins copies before a pause."""
+        return bool(super().has_requests()) or self.kv_cache_manager.calls.promotions.has_unjoined
 
     def _make_cached_request_data(self, *args: Any, **kwargs: Any) -> Any:
         """Waits for the first answer, then reads the blocks of the round as vLLM does."""
@@ -247,6 +282,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         """Resets the prefix cache as vLLM does. Before a sleep that keeps the weights, it stays as it is."""
         self.kv_cache_manager.keeps_prefixes = self.kvpool_sleep_level == 1
         self.kvpool_sleep_level = 0
+        self._give_up_hits()  # the weights may change next, and vLLM preempts only what runs
         return super().reset_prefix_cache(*args, **kwargs)
 
     def _flush_if_idle(self) -> None:

@@ -10,7 +10,6 @@ A round is one call of the scheduler's `schedule`.
 
 import logging
 from functools import partial
-from itertools import chain
 from typing import Any, Final
 
 from vllm.v1.request import Request as EngineRequest
@@ -177,8 +176,7 @@ class StepBatcher:
             return None
         else:
             del self.admitted[request.request_id]
-        promotions.note_hit(chain.from_iterable(answer.hit_blocks))
-        self._calls.promote(self._calls.requests[request.request_id])
+        promotions.admit(self._calls.requests[request.request_id])
         return answer
 
     def _allocate_hit(self, request: EngineRequest, found: Answer) -> bool:
