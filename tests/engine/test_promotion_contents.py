@@ -185,7 +185,7 @@ def _run(kind: str, seed: int, folder: Path) -> int:
             if engine.scheduler.has_requests():
                 engine.run_round()
     for engine in engines:
-        assert not engine.scheduler.has_requests(), "requests wait for ever"
+        assert not engine.scheduler.has_requests(), "requests are never scheduled"
         while engine.driver._outputs:
             engine.settle()
         newest = engine.scheduler.kv_cache_manager.session.sequence

@@ -8,8 +8,8 @@
 3. A round that uses what a batch writes joins it: each rank runs the step of the round after the batch. When the
    output of that step arrives, all ranks have made the batch. Until then, the steps that ordered its copies do not
    count as executed, so that no other session gets the blocks.
-4. A round joins the batches that were reported as made, those whose blocks a request uses that it schedules, and those
-   of requests that gave up their blocks. A round of an idle engine joins all. So each batch is joined.
+4. A round joins the batches that were reported as made, those that fill blocks of requests that it admits, and those of
+   requests that gave up their blocks. A round of an idle engine joins all. So each batch is joined.
 5. If nothing can run, these requests give up their blocks, as each may lack what others hold.
 """
 
