@@ -21,6 +21,7 @@ _COLUMNS: Final = (
     ("outcomes", 1),
     ("num_hit_tokens", 1),
     ("num_shared_hit_tokens", 1),
+    ("num_host_hit_tokens", 1),
     ("num_new_tokens", 1),
     ("shared_prefix_boundary_tokens", 1),
     ("credit_tokens", 1),
@@ -186,6 +187,7 @@ class ResultReader:
         outcome = answer.outcome = Outcome(result.outcomes[i]) if result.outcomes else Outcome.OK
         answer.num_hit_tokens = result.num_hit_tokens[i] if result.num_hit_tokens else 0
         answer.num_shared_hit_tokens = result.num_shared_hit_tokens[i] if result.num_shared_hit_tokens else 0
+        answer.num_host_hit_tokens = result.num_host_hit_tokens[i] if result.num_host_hit_tokens else 0
         answer.num_new_tokens = result.num_new_tokens[i] if result.num_new_tokens else 0
         boundaries = result.shared_prefix_boundary_tokens
         answer.shared_prefix_boundary_tokens = boundaries[i] if boundaries else 0

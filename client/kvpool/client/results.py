@@ -38,6 +38,7 @@ class Answer(_Unanswered):
         outcome: Its outcome; None until the step has been answered.
         num_hit_tokens: Tokens found in the cache.
         num_shared_hit_tokens: Hit tokens of blocks that another session filled.
+        num_host_hit_tokens: Hit tokens in host memory, or copied from there for this hit.
         num_new_tokens: Of an admission: tokens beyond the hit for which slots were allocated.
         shared_prefix_boundary_tokens: Of a look-up, if only states at the ends of steps are kept: length of the prefix
             that the other groups have cached, if it is longer than the hit; else 0.
@@ -49,6 +50,7 @@ class Answer(_Unanswered):
     outcome: Outcome | None = None
     num_hit_tokens: int = field(init=False)
     num_shared_hit_tokens: int = field(init=False)
+    num_host_hit_tokens: int = field(init=False)
     num_new_tokens: int = field(init=False)
     shared_prefix_boundary_tokens: int = field(init=False)
     hit_blocks: list[list[int]] = field(init=False)
@@ -61,7 +63,8 @@ class Answer(_Unanswered):
     def fill(self, outcome: Outcome, new_blocks: list[list[int]]) -> None:
         """Answers it, without tokens and blocks of a hit."""
         self.outcome, self.new_blocks = outcome, new_blocks
-        self.num_hit_tokens = self.num_shared_hit_tokens = self.num_new_tokens = self.shared_prefix_boundary_tokens = 0
+        self.num_hit_tokens = self.num_shared_hit_tokens = self.num_host_hit_tokens = 0
+        self.num_new_tokens = self.shared_prefix_boundary_tokens = 0
         self.hit_blocks, self.num_common_blocks = [], []
 
     @property

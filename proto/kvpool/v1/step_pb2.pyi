@@ -446,6 +446,7 @@ class StepResult(_message.Message):
     NUM_NEW_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     NUM_SHARED_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     SHARED_PREFIX_BOUNDARY_TOKENS_FIELD_NUMBER: _builtins.int
     COPIED_BLOCK_IDS_FIELD_NUMBER: _builtins.int
     RESERVE_WANTED_FIELD_NUMBER: _builtins.int
@@ -505,6 +506,12 @@ class StepResult(_message.Message):
         """Column: number of tokens, of num_hit_tokens, in blocks that another session filled."""
 
     @_builtins.property
+    def num_host_hit_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Column: number of tokens, of num_hit_tokens, in blocks of host memory; those that an admission copies from there
+        included. Of several groups, that of the group with most of them.
+        """
+
+    @_builtins.property
     def shared_prefix_boundary_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Column: in pools with states that are kept at the ends of steps only, length of the prefix that the other groups
         have cached, if it is longer than the hit; else 0 (look-up, changed hit). A step that ends there keeps the state that
@@ -540,6 +547,7 @@ class StepResult(_message.Message):
         num_new_blocks: _abc.Iterable[_builtins.int] | None = ...,
         block_ids: _abc.Iterable[_builtins.int] | None = ...,
         num_shared_hit_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        num_host_hit_tokens: _abc.Iterable[_builtins.int] | None = ...,
         shared_prefix_boundary_tokens: _abc.Iterable[_builtins.int] | None = ...,
         copied_block_ids: _abc.Iterable[_builtins.int] | None = ...,
         reserve_wanted: _builtins.bool = ...,
@@ -547,7 +555,7 @@ class StepResult(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "copied_block_ids", b"copied_block_ids", "credit_tokens", b"credit_tokens", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "reserve_wanted", b"reserve_wanted", "sequence", b"sequence", "shared_prefix_boundary_tokens", b"shared_prefix_boundary_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "copied_block_ids", b"copied_block_ids", "credit_tokens", b"credit_tokens", "free_blocks", b"free_blocks", "num_hit_tokens", b"num_hit_tokens", "num_host_hit_tokens", b"num_host_hit_tokens", "num_new_blocks", b"num_new_blocks", "num_new_tokens", b"num_new_tokens", "num_prefix_blocks", b"num_prefix_blocks", "num_shared_hit_tokens", b"num_shared_hit_tokens", "outcomes", b"outcomes", "protocol_version", b"protocol_version", "reserve_wanted", b"reserve_wanted", "sequence", b"sequence", "shared_prefix_boundary_tokens", b"shared_prefix_boundary_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

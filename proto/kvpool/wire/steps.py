@@ -78,6 +78,7 @@ def result_from_proto(message: step_pb2.StepResult) -> StepResult:
         message.block_ids[:],
         message.copied_block_ids[:],
         message.reserve_wanted,
+        message.num_host_hit_tokens[:],
     )
 
 

@@ -126,8 +126,8 @@ def test_an_answer_cannot_be_read_before_its_step_was_answered(session: Session)
         False,
         "<Decodes>",
     )
-    names = ("ok", "computed", "num_hit_tokens", "num_shared_hit_tokens", "num_new_tokens", "hit_blocks", "new_blocks")
-    reads = [(admitted, name) for name in (*names, "num_common_blocks")]
+    names = ("ok", "computed", "num_hit_tokens", "num_shared_hit_tokens", "num_host_hit_tokens", "num_new_tokens")
+    reads = [(admitted, name) for name in (*names, "hit_blocks", "new_blocks", "num_common_blocks")]
     for answer, name in (*reads, (decodes, "new_blocks"), (decodes, "refused")):
         with pytest.raises(WrongStateError, match="send or settle it first") as caught:
             getattr(answer, name)

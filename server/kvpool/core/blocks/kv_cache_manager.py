@@ -311,7 +311,7 @@ class KVCacheManager:
             [table.block_ids[i] if host.contains(block_id) else block_id for i, block_id in enumerate(hit)]
             for table, hit in zip(request.tables, computed.block_ids, strict=True)
         ]
-        return replace(computed, block_ids=tuple(blocks))
+        return replace(computed, block_ids=tuple(blocks), num_host_tokens=self.num_host_tokens(computed))
 
     def is_still_cached(self, request: Request, computed: ComputedBlocks) -> bool:
         """Whether all blocks of an earlier hit are still cached and visible to the request."""

@@ -75,6 +75,7 @@ class ComputedBlocks:
         shared_prefix_boundary_tokens: See `Request`, which copies the value when the request gets these blocks or when
             a step looked them up. None for the result of an earlier step.
         miss: Where and why the search ended early; None if it did not, and for the result of an earlier step.
+        num_host_tokens: If the blocks of host memory among these were replaced, see `KVCacheManager.num_host_tokens`.
     """
 
     block_ids: tuple[Sequence[BlockId], ...]
@@ -83,6 +84,7 @@ class ComputedBlocks:
     num_probes: int = field(default=0, compare=False)
     shared_prefix_boundary_tokens: int | None = field(default=None, compare=False)
     miss: Miss | None = field(default=None, compare=False)
+    num_host_tokens: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

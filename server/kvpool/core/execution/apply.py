@@ -406,6 +406,10 @@ class _Application:
             self._column("num_hit_tokens")[i] = computed.num_tokens
         if computed.num_shared_tokens:
             self._column("num_shared_hit_tokens")[i] = computed.num_shared_tokens
+        if self._pool.blocks.host:  # else a call, which each step pays
+            num_host_tokens = computed.num_host_tokens or self._pool.num_host_tokens(computed)
+            if num_host_tokens:
+                self._column("num_host_hit_tokens")[i] = num_host_tokens
         self._work += computed.num_probes
         if self._pool.hit_curve:
             self._work += self._pool.hit_curve.max_sampled(len(request.hashes))

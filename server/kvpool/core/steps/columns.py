@@ -153,6 +153,7 @@ class StepResult:
         outcomes: Column: the outcomes, values of `Outcome`.
         num_hit_tokens: Column: tokens found (LOOKUP, ADMIT, changed hit).
         num_shared_hit_tokens: Column: tokens of num_hit_tokens in blocks that another session filled.
+        num_host_hit_tokens: Column: tokens of num_hit_tokens in host memory, or copied from there for this hit.
         num_new_tokens: Column: tokens that an admission allocated after the hit.
         shared_prefix_boundary_tokens: Column: see `Request`; in pools with states at the ends of steps only (LOOKUP,
             changed hit).
@@ -178,6 +179,7 @@ class StepResult:
     block_ids: list[int] = field(default_factory=list)
     copied_block_ids: list[int] = field(default_factory=list)
     reserve_wanted: bool = False
+    num_host_hit_tokens: list[int] = field(default_factory=list)
 
     @property
     def num_entries(self) -> int:

@@ -94,6 +94,7 @@ def test_blocks_that_will_be_allocated_soon_are_copied_and_found_after_their_evi
     world.fill(session, "cccc", "dddd", "eeee", "ffff")
     result = world.serve(session, "aaaa")
     assert (result.num_hit_tokens, result.num_prefix_blocks) == ([PROMPT - BLOCK_SIZE], [3])
+    assert result.num_host_hit_tokens == [PROMPT - BLOCK_SIZE]
     assert copies_of(result)[:3] == list(zip((21, 20, 19), result.block_ids[:3], strict=True))
     assert max(result.block_ids) < FIRST_HOST
     assert world.pool.stats.host_hits_tokens == PROMPT - BLOCK_SIZE
@@ -334,7 +335,7 @@ def test_an_allocation_with_a_promised_hit_answers_it_with_the_blocks_of_the_cop
     session = world.open()
     world.fill(session, *(each * 4 for each in "abcdef"))
     promise = world.declare(session, Operation.LOOKUP, 50, "aaaa", PROMPT, **executed(session))
-    assert promise.block_ids == [21, 20, 19]
+    assert (promise.block_ids, promise.num_host_hit_tokens) == ([21, 20, 19], [3 * BLOCK_SIZE])
     result = world.allocate(session, 50, PROMPT - hit_tokens(promise), hit=[promise.block_ids], **executed(session))
     assert (result.num_prefix_blocks, result.num_new_blocks) == ([3], [1])
     assert copies_of(result)[:3] == list(zip((21, 20, 19), result.block_ids[:3], strict=True))
