@@ -50,7 +50,7 @@ def cook_evicted_blocks(pool: KVCacheManager, _: Session) -> None:
 
 
 def cook_cached_blocks(pool: KVCacheManager, _: Session) -> None:
-    pool.blocks.prefix_map._num_groups = 2
+    pool.blocks.prefix_map._num_maps = 2
     pool.blocks.prefix_map._num_cached[0] -= 1
     pool.blocks.prefix_map._num_cached.append(1)
 
