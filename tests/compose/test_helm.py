@@ -458,7 +458,7 @@ def test_processes_work_with_the_variables_of_their_pod(tmp_path: Path) -> None:
 
     The server is killed after the first engine. Its successor has the cache from the journal.
     """
-    pod = find("StatefulSet", "kvpool-vllm", "host memory on CPU")["spec"]["template"]["spec"]
+    pod = find("StatefulSet", "kvpool-vllm", "engines on CPU")["spec"]["template"]["spec"]
     replaced = {
         "/var/lib/kvpool": tmp_path / "state",
         "/run/kvpool": tmp_path,
@@ -500,7 +500,6 @@ def test_processes_work_with_the_variables_of_their_pod(tmp_path: Path) -> None:
         server.kill()
         server.restart()
         assert hit_tokens(second) > cold
-        assert lender.wait_for("host memory allocated")
 
 
 @pytest.mark.parametrize("service", ["server", "kv-a", "kv-b", "lending-server", "vllm-server"])
