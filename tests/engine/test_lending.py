@@ -29,6 +29,7 @@ from kvpool.client.vllm.versions import VERSION
 from kvpool.core.errors import UnavailableError, WrongStateError
 from kvpool.core.ranks.messages import DeclaredMemory
 from kvpool.lending.fence import StepTicket
+from kvpool.lending.host_copies import CopyReport
 from kvpool.lending.lender_client import connect_lender
 from kvpool.lending.steps_in_flight import StepsInFlight
 from support.lending import DECLARED
@@ -361,6 +362,7 @@ def test_steps_of_another_pool_or_scheduler_are_refused(lease: Any, message: str
     worker._kvpool_settings = Settings.of(_kvpool("unix:/m"))
     mapped: Any = SimpleNamespace()
     worker._kvpool_memory, worker._kvpool_is_warming_up, worker._kvpool_ticket = mapped, False, None
+    worker._kvpool_steps = StepsInFlight(None)
     output = SimpleNamespace(total_num_scheduled_tokens=1, kvpool_lease=lease)
     with pytest.raises(ValueError, match=message):
         worker.execute_model(output)
@@ -388,6 +390,7 @@ def test_an_output_arrives_when_the_device_has_completed_its_step(
     event: Any = SimpleNamespace(synchronize=lambda: log.append("completed"), query=bool)
     worker = object.__new__(Worker)
     worker._kvpool_ticket, worker._kvpool_steps = StepTicket(lambda: None), StepsInFlight(lambda: event)
+    worker._kvpool_copies, worker._kvpool_report = None, CopyReport()
     returned = worker.sample_tokens(None)
     assert log == ([] if is_async or not is_last else ["completed"])
     assert (returned.get_output() if is_async else returned) == "tokens"
