@@ -218,7 +218,6 @@ class HostCopies:
     def _launch(self, copies: Iterable[tuple[int, int]], stream: torch.cuda.Stream) -> DeviceEvent:
         """Has a stream make copies after what the current stream has launched; returns the event behind them."""
         stream.wait_stream(torch.cuda.current_stream(stream.device))
-        end = torch.cuda.Event()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             for run in self._runs(copies):
                 begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -226,7 +225,8 @@ class HostCopies:
                 self._copy_on_device(run, stream)
                 end.record()
                 self._timed.append((run, begin, end))
-        return end
+        made: DeviceEvent = stream.record_event()
+        return made
 
     def _runs(self, copies: Iterable[tuple[int, int]]) -> Iterator[_Run]:
         """Splits copies into runs. What a run reads it does not write, as that is in the other tier."""

@@ -249,7 +249,7 @@ class EngineCalls:
         copies, self._copies = self._copies, []
         return copies
 
-    def take_host_copies(self, used: Collection[int] = (), *, is_idle: bool = False) -> CopyOrders | None:
+    def take_host_copies(self, used: Collection[int], *, is_idle: bool) -> CopyOrders | None:
         """Returns the other copies, in order. The output of the round that has ended carries them.
 
         Its workers make them before those within the first tier, which may read what they write. Those of a session

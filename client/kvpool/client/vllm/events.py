@@ -62,7 +62,9 @@ class EventForwarder:
         self._is_cleared.set()
 
     def publish_hit(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """Publishes the hit of a request that enables it with `kv_cache_report_mode`."""
+        """Publishes the hit of a request, if the request enables it with `kv_cache_report_mode`."""
+        if getattr(request, "kv_cache_report_mode", "") != "full":
+            return
         found = [
             _make_event(
                 kv_events.BlockStored,

@@ -113,7 +113,7 @@ class KVCacheManager:
                 blocks = KVCacheBlocks(answer.hit_blocks, answer.computed) if num_tokens else blocks
             elif admitted and admitted.ok:
                 blocks, num_tokens = KVCacheBlocks(admitted.hit_blocks), admitted.num_hit_tokens
-        if self.events and num_tokens and getattr(request, "kv_cache_report_mode", "") == "full":
+        if self.events and num_tokens:
             self.events.publish_hit(request, blocks.block_ids)
         return blocks, num_tokens, boundary
 

@@ -30,7 +30,8 @@ _MIB: Final = 2**20
 def max_promoted_blocks(scheduler: Any, config: PoolConfig, max_mib: int) -> int:
     """Number of blocks of a hit that are copied before a step, of `max_mib` MiB per rank; 0 if all always are."""
     has_loads = scheduler.connector is not None or scheduler.ec_connector is not None
-    if not config.num_host_blocks or has_loads or scheduler.is_encoder_decoder or scheduler.prefix_replay_tokens:
+    has_host_hits = config.num_host_blocks and config.enable_caching
+    if not has_host_hits or has_loads or scheduler.is_encoder_decoder or scheduler.prefix_replay_tokens:
         return 0
     memory_bytes = max((int(each.size) for each in scheduler.kv_cache_config.kv_cache_tensors), default=0)
     return max(max_mib * _MIB // max(memory_bytes // config.num_blocks, 1), 1)

@@ -198,7 +198,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
         """Has a request wait for the copies of its hit. vLLM skips it, as one that waits for a KV connector."""
         manager = self.kv_cache_manager
         manager.record_prefix_cache_stats(request, hit.num_hit_tokens)
-        if manager.events and getattr(request, "kv_cache_report_mode", "") == "full":
+        if manager.events:
             manager.events.publish_hit(request, hit.hit_blocks)
         if request.prefill_stats and not request.num_preemptions:
             request.prefill_stats.set(
@@ -212,6 +212,8 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
 
     def _take_copies(self, output: Any) -> CopyOrders | None:
         """Returns the copies from and to host memory that go with the output of a round."""
+        if not self._kvpool.session.config.num_host_blocks:
+            return None
         calls, used, has_tokens = self.kv_cache_manager.calls, set[int](), output.total_num_scheduled_tokens > 0
         if calls.promotions.waiting or calls.promotions.has_unjoined:
             for request_id in (
@@ -219,7 +221,7 @@ class Scheduler(EngineScheduler):  # type: ignore[misc]  # vLLM has no types her
             ):  # fmt: skip
                 calls.promotions.end(request_id)
                 used.update(*calls.requests[request_id].block_ids)
-            used.update(copy[0] for copy in output.kv_cache_block_copies or ())
+            used.update(source for source, _ in output.kv_cache_block_copies or ())
         will_run = self.running and self.get_num_unfinished_requests()  # none of them while paused
         orders = calls.take_host_copies(used, is_idle=not has_tokens and not will_run)
         if not has_tokens and not self.running:

@@ -377,7 +377,7 @@ class PrefixMap:
 
     def host_copies(self, block_id: BlockId) -> Collection[BlockId]:
         """The blocks of host memory, of which the pool has some, with the same hash as a block that has one."""
-        return self._copies(self.map_id(block_id) + self._num_groups, self._block_hashes[block_id])  # type: ignore[arg-type]
+        return self._copies(self.map_id(block_id) + self._num_groups, self._block_hashes[block_id])  # type: ignore[arg-type]  # has one
 
     def all_hashes(self, block_id: BlockId) -> list[BlockHash]:
         """The hash of a block that has one, and its further ones, in order."""
