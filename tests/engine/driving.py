@@ -309,11 +309,15 @@ class Driver:
 
     def step(self) -> dict[str, Any]:
         """Runs a step; returns what was scheduled, to be compared."""
+        return describe(self.run_step())
+
+    def run_step(self) -> Any:
+        """Runs a step; returns the scheduler's output for it."""
         scheduled = self.scheduler.schedule()
         self._outputs.append(scheduled)
         if len(self._outputs) > self._lag:
             self.settle()
-        return describe(scheduled)
+        return scheduled
 
     def timed_step(self) -> tuple[float, float]:
         """Runs a step; returns the seconds that the scheduler took to schedule it, and to take its outputs."""

@@ -1,7 +1,8 @@
 """How a test has the worker of an engine stand still when half of a copy between the tiers is made.
 
-The test opens a named pipe beside the socket of the lender, one for each direction of each engine. The worker opens it
-for writing in the middle of each copy, which succeeds while the test reads. It goes on when the test closes the pipe.
+The test makes a named pipe beside the socket of the lender, one for each direction of each engine, and opens it for
+reading. In the middle of each copy, the worker tries to open the pipe for writing, which succeeds only if the test has
+opened it. The worker then waits until the test closes the pipe.
 """
 
 import os

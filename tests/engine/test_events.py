@@ -20,10 +20,10 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.sched.scheduler import Scheduler as Plain
 
 from engine.driving import Driver, Setup, make_scheduler
+from engine.host_pools import give_host_memory
 from engine.service import service
 from kvpool.client import Medium, PrefixIndex, connect
-from kvpool.client.vllm import Scheduler, attach
-from kvpool.client.vllm.pool_config import pool_config
+from kvpool.client.vllm import Scheduler
 from support.router import Router
 
 pytestmark = pytest.mark.complete
@@ -230,7 +230,7 @@ def test_a_subscriber_has_the_pools_map_whenever_it_connects(memory_id: str, add
 def test_a_subscriber_learns_which_tier_has_a_block(
     name: str, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attach, "pool_config", lambda *given: replace(pool_config(*given), num_host_blocks=60))
+    give_host_memory(monkeypatch, 60)
     endpoint, pool = f"ipc://{tmp_path}/events", f"events.tiers.{name}"
     attached = {"kvpool": {"address": address, "pool": pool}}
     subscriber = Subscriber(endpoint)

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from engine.driving import STATES, Driver, Setup, make_scheduler
+from engine.host_pools import give_host_memory
 from engine.test_block_layouts import MIXES, full, their_config
 from kvpool.client import AbortedError, Client, InvalidArgumentError, KvpoolError
 from kvpool.client.vllm import Scheduler, Settings, Worker, attach
@@ -116,8 +117,7 @@ def host_copies(output: Any) -> list[tuple[int, int]] | None:
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Service:
     service = Service()
-    monkeypatch.setattr(attach, "connect", lambda *_, **__: Client(service))
-    monkeypatch.setattr(attach, "pool_config", lambda *given: replace(pool_config(*given), num_host_blocks=10))
+    give_host_memory(monkeypatch, 10, service)
     return service
 
 

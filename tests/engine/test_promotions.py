@@ -9,9 +9,8 @@ import pytest
 from vllm.v1.core.sched.interface import PauseState
 
 from engine.driving import Driver, Setup, make_scheduler
-from kvpool.client import Client
-from kvpool.client.vllm import Scheduler, attach
-from kvpool.client.vllm.pool_config import pool_config
+from engine.host_pools import give_host_memory
+from kvpool.client.vllm import Scheduler
 from kvpool.lending.host_copies import CopyOrders, CopyReport
 from support.session_transcript import RecordingTransport
 
@@ -57,10 +56,7 @@ class Engine:
 
     def step(self) -> tuple[dict[str, int], CopyOrders]:
         """Runs a step; returns its tokens, and what copies go with it."""
-        output = self.scheduler.schedule()
-        self.driver._outputs.append(output)
-        if len(self.driver._outputs) > self.driver._lag:
-            self.driver.settle()
+        output = self.driver.run_step()
         return dict(output.num_scheduled_tokens), getattr(output, "kvpool_copies", NONE)
 
     def is_executed(self, sequence: int) -> bool:
@@ -72,8 +68,7 @@ class Engine:
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> RecordingTransport:
     service = RecordingTransport()
-    monkeypatch.setattr(attach, "connect", lambda *_, **__: Client(service))
-    monkeypatch.setattr(attach, "pool_config", lambda *given: replace(pool_config(*given), num_host_blocks=200))
+    give_host_memory(monkeypatch, 200, service)
     return service
 
 

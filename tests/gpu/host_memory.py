@@ -43,6 +43,7 @@ ROUNDS: Final = 10
 WARM_UP: Final = 2
 KILLS: Final = 3
 SETTLE_SECONDS: Final = 0.2
+"""Long enough to see a copy that goes on after its process has exited."""
 
 _SPAWN: Final = multiprocessing.get_context("spawn")
 
@@ -142,7 +143,7 @@ def check_kills(device: torch.device, descriptors: Sequence[int]) -> dict[str, o
         expected = tiers.rows(sources)
         process, pipe = _started(_copy_forever, device, descriptors)
         pipe.recv()
-        time.sleep(0.01 * kill)
+        time.sleep(0.01 * kill)  # each kill meets another part of the copies
         process.kill()
         process.join()
         assert tiers.host.any(), "the process copied"

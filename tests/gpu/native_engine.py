@@ -10,8 +10,8 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -244,6 +244,22 @@ class Place:
             self._lenders[pool] = lender = LenderProcess(self.server, folder, 0, 1, *flags, pool=pool)
             self._stack.callback(lender.stop)  # if it were killed, its memory would be held for the next one
         return self._lenders[pool]
+
+
+@contextmanager
+def closed_by_sigterm() -> Iterator[ExitStack]:
+    """A stack that SIGTERM closes before it ends this process, as engines have sessions of their own.
+
+    They end first, as threads wait for their answers.
+    """
+
+    def terminate(*_: object) -> NoReturn:
+        stack.close()
+        sys.exit("terminated")
+
+    with ExitStack() as stack:
+        signal.signal(signal.SIGTERM, terminate)
+        yield stack
 
 
 class Program:

@@ -11,14 +11,13 @@ import json
 import math
 import os
 import random
-import signal
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,7 +33,7 @@ from engine.bench_scheduler import measure as measure_scheduler
 from engine.vllm_serve import VllmServe
 from engine.workloads import Request
 from gpu.comparison import NO_DEVICE, Figures, checked, compared, idle, trace_events
-from gpu.native_engine import ALONE, ANSWER_TOKENS, LENT, Place, Setup
+from gpu.native_engine import ALONE, ANSWER_TOKENS, LENT, Place, Setup, closed_by_sigterm
 
 RUNNING: Final = (1, 8, 32, 64, 256)
 PROFILED_RUNNING: Final = 32
@@ -414,9 +413,7 @@ def main() -> int:
     device = parser.parse_args().device
     os.environ["KVPOOL_FRESH_PROCESSES"] = "1"  # the service is measured, too
     sizes = SIZES[device.partition(":")[0]]
-    with ExitStack() as stack:
-        # The engines have sessions of their own. They end first, as threads wait for their answers.
-        signal.signal(signal.SIGTERM, lambda *_: stack.close() or sys.exit("terminated"))  # type: ignore[func-returns-value]
+    with closed_by_sigterm() as stack:
         place = Place(stack, "llama", device)
         place.kind = replace(place.kind, memory_bytes=sizes.memory_bytes)
         choices = dict(place.kind.options)

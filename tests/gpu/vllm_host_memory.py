@@ -6,9 +6,7 @@ Both have the same memory for keys and values, which is too small for the prompt
 import argparse
 import json
 import os
-import signal
 import sys
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +15,7 @@ from typing import Final
 from engine.vllm_serve import VllmServe
 from engine.workloads import Request
 from gpu.comparison import Figures, checked, compared
-from gpu.native_engine import ALONE, ANSWER_TOKENS, LENT, Place
+from gpu.native_engine import ALONE, ANSWER_TOKENS, LENT, Place, closed_by_sigterm
 from gpu.vllm_figures import SIZES, Side, check_hits, first_token_ms
 
 NUM_BLOCKS: Final = {"cuda": (1024, 3072), "cpu": (48, 192)}
@@ -54,9 +52,7 @@ def main() -> None:
     num_blocks, num_host_blocks = NUM_BLOCKS[kind]
     memory_bytes, host_bytes = num_blocks * BLOCK_BYTES[kind], num_host_blocks * BLOCK_BYTES[kind]
     sizes = replace(SIZES[kind], known_prompts=5, options={"num_gpu_blocks_override": num_blocks})
-    with ExitStack() as stack:
-        # The engines have sessions of their own. They end first, as threads wait for their answers.
-        signal.signal(signal.SIGTERM, lambda *_: stack.close() or sys.exit("terminated"))  # type: ignore[func-returns-value]
+    with closed_by_sigterm() as stack:
         place = Place(stack, "llama", device)
         place.kind = replace(place.kind, memory_bytes=memory_bytes, host_bytes=host_bytes)
         choices = dict(place.kind.options)

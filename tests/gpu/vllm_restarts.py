@@ -2,17 +2,15 @@
 
 import argparse
 import json
-import signal
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from engine.workloads import Request
-from gpu.native_engine import LENT, Place
+from gpu.native_engine import LENT, Place, closed_by_sigterm
 from kvpool.client import connect
 from support.waiting import wait_until
 
@@ -68,9 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda:0")
     device = parser.parse_args().device
-    with ExitStack() as stack:
-        # The engines have sessions of their own. They end first.
-        signal.signal(signal.SIGTERM, lambda *_: stack.close() or sys.exit("terminated"))  # type: ignore[func-returns-value]
+    with closed_by_sigterm() as stack:
         sys.stdout.write(json.dumps(restarts(Place(stack, "llama", device), device)) + "\n")
 
 
