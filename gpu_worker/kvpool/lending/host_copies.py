@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import groupby, islice
 from typing import Any, Final, NamedTuple
 
@@ -32,16 +31,6 @@ class Region(NamedTuple):
     block_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStats:
-    """What was copied so far. On a device, without the newest copies: those that it may not have completed."""
-
-    demoted_bytes: int = 0
-    demotion_seconds: float = 0.0
-    promoted_bytes: int = 0
-    promotion_seconds: float = 0.0
-
-
 class CopyOrders(NamedTuple):
     """What copies go with a step; each has a source and a target.
 
@@ -58,6 +47,8 @@ class CopyOrders(NamedTuple):
 
 class CopyReport(NamedTuple):
     """What an engine's scheduler hears of the copies of a rank.
+
+    Times of a device are without the newest copies: those that it may not have completed.
 
     Attributes:
         num_made: Number of batches in the background, from the first, that have been made.
@@ -110,7 +101,6 @@ class HostCopies:
         is_wide = all(count % 8 == 0 for region in regions for count in region)
         dtype = torch.int64 if is_wide else torch.int8  # torch copies element by element
         self._num_blocks: Final = num_blocks
-        self._slot_bytes: Final = host.shape[1]
         self._host: Final = host.view(dtype)
         self._parts: list[tuple[torch.Tensor, slice]] = []
         start = 0
@@ -118,7 +108,7 @@ class HostCopies:
             part = buffer[offset : offset + num_blocks * block_bytes].view(dtype).view(num_blocks, -1)
             self._parts.append((part, slice(start, start + part.shape[1])))
             start += part.shape[1]
-        self._max_run: Final = max(_STAGING_BYTES // self._slot_bytes, 1)
+        self._max_run: Final = max(_STAGING_BYTES // host.shape[1], 1)
         self._stream: Final = _stream(buffer.device) if buffer.is_cuda else None
         self._background: Final = _stream(buffer.device) if buffer.is_cuda else None
         self._thread: ThreadPoolExecutor | None = None
@@ -128,15 +118,7 @@ class HostCopies:
         self._staging: dict[torch.cuda.Stream, torch.Tensor] = {}
         self._timed: deque[tuple[_Run, Any, Any]] = deque()
         """Runs that the device may not have completed, with the events around each."""
-        self._bytes, self._seconds = [0, 0], [0.0, 0.0]  # of promotions, of demotions
-
-    @property
-    def stats(self) -> CopyStats:
-        """What was copied so far."""
-        while self._timed and self._timed[0][2].query():
-            run, begin, end = self._timed.popleft()
-            self._count(run, begin.elapsed_time(end) / 1000)
-        return CopyStats(self._bytes[1], self._seconds[1], self._bytes[0], self._seconds[0])
+        self._seconds = [0.0, 0.0]  # of promotions, of demotions
 
     @property
     def num_made(self) -> int:
@@ -145,14 +127,16 @@ class HostCopies:
             batch = self._batches.popleft()
             self._num_made += 1
             if isinstance(batch, _OnThread):
-                self._count_all(batch.timed.result())
+                self._count(batch.timed.result())
         return self._num_made
 
     @property
     def report(self) -> CopyReport:
         """What the scheduler hears of the copies."""
-        num_made, stats = self.num_made, self.stats
-        return CopyReport(num_made, int(stats.demotion_seconds * 1e6), int(stats.promotion_seconds * 1e6))
+        num_made = self.num_made
+        self._count_completed()
+        promotion, demotion = (int(seconds * 1e6) for seconds in self._seconds)
+        return CopyReport(num_made, demotion, promotion)
 
     def make(self, copies: Iterable[tuple[int, int]]) -> None:
         """Makes copies in order, each a source and a target. What the current stream launches next comes after them.
@@ -162,11 +146,11 @@ class HostCopies:
         """
         copies = self._checked(copies)
         if self._stream is None:
-            self._count_all(self._made_here(copies))
+            self._count(self._made_here(copies))
             return
         self._launch(copies, self._stream)
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
-        _ = self.stats  # so that few events are kept
+        self._count_completed()  # so that few events are kept
 
     def begin(self, copies: Iterable[tuple[int, int]]) -> DeviceEvent:
         """Begins a batch of copies, as `make`, after what was launched before. Returns the event behind them.
@@ -271,13 +255,14 @@ class HostCopies:
         indices = torch.tensor(values, dtype=torch.int64, pin_memory=self._stream is not None)
         return indices.to(self._parts[0][0].device, non_blocking=True)
 
-    def _count_all(self, timed: Iterable[tuple[_Run, float]]) -> None:
-        for run, seconds in timed:
-            self._count(run, seconds)
+    def _count_completed(self) -> None:
+        while self._timed and self._timed[0][2].query():
+            run, begin, end = self._timed.popleft()
+            self._count([(run, begin.elapsed_time(end) / 1000)])
 
-    def _count(self, run: _Run, seconds: float) -> None:
-        self._bytes[run.demotes] += len(run.blocks) * self._slot_bytes
-        self._seconds[run.demotes] += seconds
+    def _count(self, timed: Iterable[tuple[_Run, float]]) -> None:
+        for run, seconds in timed:
+            self._seconds[run.demotes] += seconds
 
 
 def _stream(device: torch.device) -> torch.cuda.Stream:

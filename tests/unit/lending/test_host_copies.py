@@ -10,7 +10,7 @@ import torch
 
 from kvpool.core.errors import InvalidArgumentError
 from kvpool.lending import host_copies
-from kvpool.lending.host_copies import CopyStats, HostCopies, Region
+from kvpool.lending.host_copies import CopyReport, HostCopies, Region
 from support.torch import on_each_device
 
 NUM_BLOCKS: Final = 12
@@ -111,13 +111,15 @@ def test_every_block_is_right_after_random_copies(
 
 
 @on_each_device
-def test_bytes_and_seconds_are_counted_by_direction(device: torch.device) -> None:
+def test_times_are_counted_by_direction(device: torch.device) -> None:
     tiers = Tiers((16, 16), device)
-    assert tiers.copies.stats == CopyStats()
-    tiers.copy((3, slot(2)), (1, slot(3)), (slot(2), 5))
-    stats = tiers.copies.stats
-    assert (stats.demoted_bytes, stats.promoted_bytes) == (64, 32)
-    assert min(stats.demotion_seconds, stats.promotion_seconds) > 0
+    tiers.copy((3, slot(2)), (1, slot(3)))
+    demoted = tiers.copies.report
+    assert demoted.demotion_microseconds > 0 == demoted.promotion_microseconds
+    tiers.copy((slot(2), 5))
+    promoted = tiers.copies.report
+    assert promoted.promotion_microseconds > 0
+    assert promoted.demotion_microseconds == demoted.demotion_microseconds
 
 
 def test_copies_in_the_background_are_made_beside_others(tiers: Tiers, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +141,6 @@ def test_copies_in_the_background_are_made_beside_others(tiers: Tiers, monkeypat
     assert tiers.blocks()[5:7] == [tiers.expected[slot(2)], tiers.expected[slot(0)]]
     tiers.copies.wait()
     assert (tiers.copies.report.num_made, tiers.blocks()[7]) == (2, tiers.expected[slot(1)])
-    assert tiers.copies.stats.promoted_bytes == 3 * len(tiers.expected[0])
 
 
 @on_each_device
@@ -165,7 +166,7 @@ def test_a_copy_that_is_not_between_the_tiers_is_refused(pair: tuple[int, int], 
         with pytest.raises(InvalidArgumentError, match="is not between a block of each tier"):
             copy([(3, slot(2)), pair])
     assert tiers.blocks() == tiers.expected
-    assert tiers.copies.stats == CopyStats()
+    assert tiers.copies.report == CopyReport()
 
 
 @on_each_device
