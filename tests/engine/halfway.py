@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-DEMOTION, PROMOTION = "demotion", "promotion"
+DEMOTION, PROMOTION, BACKGROUND = "demotion", "promotion", "promotion in the background"
 HALVED = {"worker_cls": "engine.halved_copies.HalvedCopiesWorker"}
 """Arguments of an engine that can stand still."""
 _WAIT_SECONDS = 120.0
@@ -20,7 +20,7 @@ _WAIT_SECONDS = 120.0
 
 def _pipe(memory: str, direction: str, session: int) -> Path:
     """The pipe of the engine whose processes are in a session of the system; `memory` is the address of its lender."""
-    return Path(f"{memory.removeprefix('unix:')}.{direction}.{session}")
+    return Path(f"{memory.removeprefix('unix:')}.{direction.replace(' ', '-')}.{session}")
 
 
 def stand_still(memory: str, direction: str) -> None:
@@ -40,7 +40,7 @@ def standing_still(memory: str, direction: str, session: int, has_ended: Callabl
 
     Args:
         memory: Address of its lender.
-        direction: DEMOTION or PROMOTION.
+        direction: DEMOTION, PROMOTION or BACKGROUND.
         session: The session of its processes.
         has_ended: Whether its work has ended, so that no copy follows.
 

@@ -1,12 +1,13 @@
 """A worker in lent memory whose copies between the tiers are made in pieces, so that a kill finds half-made blocks."""
 
+import threading
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
 
-from engine.halfway import DEMOTION, PROMOTION, stand_still
+from engine.halfway import BACKGROUND, DEMOTION, PROMOTION, stand_still
 from engine.slow_worker import SlowWorker
 from kvpool.client.vllm.lent_allocation import block_regions
 from kvpool.lending.host_copies import HostCopies, Region
@@ -29,15 +30,16 @@ class HalvedCopies(HostCopies):
         self._first = HostCopies(buffer, regions[:cut], host[:, :at_bytes], num_blocks)
         self._others = HostCopies(buffer, regions[cut:], host[:, at_bytes:], num_blocks)
 
-    def make(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Makes copies in order, each a source and a target."""
+    def _made_here(self, copies: Iterable[tuple[int, int]]) -> list[Any]:
+        timed = []
+        is_background = threading.current_thread() is not threading.main_thread()
         for is_demotion, run in groupby(copies, key=lambda copy: copy[0] < copy[1]):
             pairs = [*run]
             half = len(pairs) // 2
-            super().make(pairs[:half])
-            self._first.make(pairs[half:])
-            stand_still(self._lender, DEMOTION if is_demotion else PROMOTION)
-            self._others.make(pairs[half:])
+            timed += super()._made_here(pairs[:half]) + self._first._made_here(pairs[half:])
+            stand_still(self._lender, DEMOTION if is_demotion else BACKGROUND if is_background else PROMOTION)
+            timed += self._others._made_here(pairs[half:])
+        return timed
 
 
 class HalvedCopiesWorker(SlowWorker):

@@ -10,7 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from engine.halfway import DEMOTION, HALVED, PROMOTION, standing_still
+from engine.halfway import BACKGROUND, DEMOTION, HALVED, PROMOTION, standing_still
 from engine.lent_blocks import computed_blocks, wrong_blocks
 from engine.load import drawn
 from engine.service import Service, service
@@ -26,7 +26,8 @@ NUM_PROMPTS, NUM_ASKED, ANSWER_TOKENS = 80, 16, 16
 WAIT_SECONDS = 60.0
 ENGINE, CORE, SERVICE, WORKER = VICTIMS = ("all of an engine", "core of an engine", "service", "worker that lends")
 ANY = "any time"
-MOMENTS = (DEMOTION, PROMOTION, ANY)
+MOMENTS = (DEMOTION, PROMOTION, BACKGROUND, DEMOTION, ANY)
+"""Five, so that each victim meets each of them."""
 
 
 class HostKills:
@@ -44,7 +45,8 @@ class HostKills:
         self._tokens = {tuple(each.prompt): each.tokens for each in expected}
         self._contents = computed_blocks(place, [[*each.prompt, *each.tokens] for each in expected], ALL_BLOCKS)
         place.attached = AHEAD | HALVED | {"max_num_seqs": 2}  # so that blocks are free for some steps, and copied
-        self._first, self._second = place.engines(2)
+        self._first, self._second = self._engine(), self._engine()
+        self._first.wait_ready()
 
     def run(self, count: int) -> dict[str, Any]:
         """Kills this number of times. After each one tokens, free blocks and the contents of all blocks are checked."""
@@ -58,6 +60,10 @@ class HostKills:
         seconds = round((time.monotonic() - began) / count, 1)
         return {"kills": count, "seconds per kill": seconds, **kills, "blocks compared": dict(self._compared)}
 
+    def _engine(self) -> ServedEngine:
+        """Starts one that copies in the background what it can."""
+        return self._place.engine(background_copy_mib=0)
+
     def _kill(self, victim: str, moment: str, *, is_alone: bool) -> str:
         """Kills in the middle of a copy, or at any time, while the second engine works, too, or does nothing.
 
@@ -66,10 +72,10 @@ class HostKills:
         self._second.wait_ready()
         prompts = self._draw.sample(self._prompts, NUM_ASKED)
         answers = self._ask(self._first, prompts)
-        others = [] if is_alone else self._ask(self._second, prompts)
+        others = [] if is_alone else self._ask(self._second, self._draw.sample(prompts, NUM_ASKED))
         self._first.wait_for_steps(self._first.num_steps + self._draw.randint(1, 60))
         with self._at(moment, answers) as is_met:
-            self._second.wait(*others[: NUM_ASKED // 2])  # so that it takes blocks that the first one is copying
+            self._second.wait(*others[: NUM_ASKED // 2])  # so that it takes or hits blocks of these copies
             if victim == SERVICE:
                 self._server.kill()
             elif victim == WORKER:
@@ -87,7 +93,7 @@ class HostKills:
             if is_alone:
                 self.compare()  # before another step
             self._first.kill()  # what is left of it
-            self._first, self._second = self._second, self._place.engine()
+            self._first, self._second = self._second, self._engine()
             answers, others = others, []
         self._check(self._first, answers)
         self._check(self._second, others)
