@@ -85,6 +85,18 @@ def test_a_running_request_keeps_its_blocks_and_caches_no_more(order: ReuseOrder
     assert (lookup(world, other, "abcde"), len(world.pool.blocks.prefix_map)) == (3, 3)
 
 
+def test_a_running_request_caches_no_more_when_it_has_given_slots_back() -> None:
+    world = World(specs=(SlidingWindowSpec(4, sliding_window=5),))  # whose last blocks suffice for a hit
+    session = world.open(weights_version="1", reserve_tokens=8)
+    admit(world, session, 1)
+    world.allocator.set_weights_version(session, "2")
+    num_free = world.pool.blocks.num_free_blocks
+    world.run(session, Operation.RESERVE, request_numbers=[1], num_new_tokens=[0])
+    assert world.pool.blocks.num_free_blocks > num_free
+    decode(world, session, 1, "abcde", 8)
+    assert lookup(world, session, "abcde") == 0
+
+
 def test_a_preempted_request_begins_again_with_the_new_version(world: World) -> None:
     session, other = world.open(weights_version="1"), world.open(weights_version="1")
     admit(world, session, 1)

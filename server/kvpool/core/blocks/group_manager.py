@@ -402,7 +402,8 @@ class GroupManager:
         if self.has_gaps:
             surplus = [block_id for block_id in surplus if block_id]
         table.block_ids = table.block_ids[:-count]  # not in place: see BlockTable
-        table.num_cached = min(table.num_cached, len(table.block_ids))  # tokens of cached blocks may have been rejected
+        if not table.has_stopped_caching:
+            table.num_cached = min(table.num_cached, len(table.block_ids))  # tokens of cached blocks may be rejected
         self._pool.free_blocks(self.group_id, surplus)
         return surplus
 
