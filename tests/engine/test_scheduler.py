@@ -74,8 +74,8 @@ def test_steps_are_those_of_vllm(kind: str, address: str, tmp_path: Path, caplog
         cached += sum(plain.cached.values())
         ends.update(kind for kind, *_ in plain.calls or ())
     logged = {record.msg for record in caplog.records if record.name.startswith("kvpool")}
-    slow_machine = "no answer yet, trying again"
-    assert logged <= {"too few blocks for max_model_len", slow_machine}  # no wrong predictions
+    slow_machine = {"no answer yet, trying again", "steps not reached, using gRPC"}
+    assert logged <= {"too few blocks for max_model_len", *slow_machine}  # no wrong predictions
     assert preemptions > 20
     assert cached > 5000 or not setup.enable_caching
     assert not setup.load_failures or min(ends[end] for end in ENDS) > 10, ends
