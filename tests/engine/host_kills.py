@@ -14,7 +14,7 @@ from engine.halfway import BACKGROUND, DEMOTION, HALVED, PROMOTION, standing_sti
 from engine.lent_blocks import computed_blocks, wrong_blocks
 from engine.load import drawn
 from engine.service import Service, service
-from engine.serving import AHEAD, Answer, ServedEngine, Site, site
+from engine.serving import AHEAD, BESIDE, Answer, ServedEngine, Site, site
 from kvpool.client import Client, connect
 from support.waiting import wait_until
 
@@ -45,8 +45,7 @@ class HostKills:
         self._tokens = {tuple(each.prompt): each.tokens for each in expected}
         self._contents = computed_blocks(place, [[*each.prompt, *each.tokens] for each in expected], ALL_BLOCKS)
         place.attached = AHEAD | HALVED | {"max_num_seqs": 2}  # so that blocks are free for some steps, and copied
-        self._first, self._second = self._engine(), self._engine()
-        self._first.wait_ready()
+        self._first, self._second = place.engines(2, **BESIDE)
 
     def run(self, count: int) -> dict[str, Any]:
         """Kills this number of times. After each one tokens, free blocks and the contents of all blocks are checked."""
@@ -59,10 +58,6 @@ class HostKills:
             print(f"{turn + 1}: {victim}, {moment}, {time.monotonic() - began:.0f} s", flush=True)
         seconds = round((time.monotonic() - began) / count, 1)
         return {"kills": count, "seconds per kill": seconds, **kills, "blocks compared": dict(self._compared)}
-
-    def _engine(self) -> ServedEngine:
-        """Starts one that copies in the background what it can."""
-        return self._place.engine(background_copy_mib=0)
 
     def _kill(self, victim: str, moment: str, *, is_alone: bool) -> str:
         """Kills in the middle of a copy, or at any time, while the second engine works, too, or does nothing.
@@ -93,7 +88,7 @@ class HostKills:
             if is_alone:
                 self.compare()  # before another step
             self._first.kill()  # what is left of it
-            self._first, self._second = self._second, self._engine()
+            self._first, self._second = self._second, self._place.engine(**BESIDE)
             answers, others = others, []
         self._check(self._first, answers)
         self._check(self._second, others)

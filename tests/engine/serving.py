@@ -24,6 +24,8 @@ START_SECONDS = 600.0
 ANSWER_SECONDS = 240.0
 AHEAD = {"async_scheduling": True, "distributed_executor_backend": "mp"}
 """Arguments of an engine that schedules a step ahead."""
+BESIDE: dict[str, Any] = {"background_copy_mib": 0}
+"""Settings of an engine that copies nearly all hits from host memory while other requests run."""
 SLOW = {"worker_cls": "engine.slow_worker.SlowWorker"}
 """Arguments of an engine on lent memory whose steps run late."""
 

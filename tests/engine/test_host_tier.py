@@ -10,7 +10,7 @@ import pytest
 
 from engine.load import Load, Revisits, answer_at_once_as_vllm_alone, hit_rate
 from engine.models import GEMMA, LFM2, LLAMA
-from engine.serving import AHEAD, Site, site
+from engine.serving import AHEAD, BESIDE, Site, site
 from kvpool.client import connect
 from support.waiting import wait_until
 
@@ -42,8 +42,6 @@ class Case:
 
 ONE_AT_A_TIME = {"max_num_batched_tokens": 32, "max_num_seqs": 1}
 """Each step ends where a block does, so that the size of batches, on which states depend, does not depend on hits."""
-BESIDE = {"background_copy_mib": 0}
-"""Copies of nearly all hits are made while other requests run."""
 LATE = {"worker_cls": "engine.late_copies.LateWorker"}
 CASES = {
     "llama": Case(LLAMA, 80, Revisits(48, num_at_once=4)),

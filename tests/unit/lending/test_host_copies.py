@@ -141,6 +141,7 @@ def test_copies_in_the_background_are_made_beside_others(tiers: Tiers, monkeypat
     assert tiers.blocks()[5:7] == [tiers.expected[slot(2)], tiers.expected[slot(0)]]
     tiers.copies.wait()
     assert (tiers.copies.report.num_made, tiers.blocks()[7]) == (2, tiers.expected[slot(1)])
+    assert tiers.copies.report.promotion_microseconds > 0
 
 
 @on_each_device
