@@ -46,6 +46,11 @@ def test_a_block_of_a_run_whose_parent_is_known_does_not_wait() -> None:
     assert ordered(first, removed("a"), stored("bc", "a", 1)) == [first, removed("a"), stored("c", "b", 1)]
 
 
+def test_a_further_copy_is_left_out_if_its_parent_is_gone() -> None:
+    before: list[BlockEvent] = [stored("abc"), removed("a")]
+    assert ordered(*before, stored("b", "a"), stored("bd", "a")) == [*before, stored("d", "b")]
+
+
 def test_a_parent_that_was_removed_is_unknown_until_it_is_stored_again() -> None:
     events: list[BlockEvent] = [stored("ab"), removed("b"), stored("c", "b"), stored("b", "a")]
     assert ordered(*events) == [*events[:2], events[3], events[2]]

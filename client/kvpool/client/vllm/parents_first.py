@@ -2,7 +2,7 @@
 
 1. A hash is announced in a tier from the event that stores it until the event that removes its last copy there.
 2. A block whose parent no group has announced, in either tier, waits. It is announced after its parent, or never if it
-   is removed first.
+   is removed first. A further copy of an announced block does not wait: it is left out, as it tells a router nothing.
 3. No hit is lost by that in a pool with full attention: a hit there needs all blocks of the prefix.
 """
 
@@ -44,14 +44,13 @@ class ParentsFirst:
             event = coming.pop()
             place, parent = (event.group_id, event.medium), event.parent_block_hash
             known = self._announced.get(place, set())
-            is_again = known.issuperset(event.block_hashes)  # a further copy
-            if parent is None or is_again or any(parent in announced for announced in self._announced.values()):
+            if parent is None or any(parent in announced for announced in self._announced.values()):
                 self._announced.setdefault(place, known).update(event.block_hashes)
                 yield event
                 coming += [each for block_hash in event.block_hashes for each in self._take_waiting(block_hash)]
             elif len(event.block_hashes) > 1:
                 coming += reversed(_by_block(event))
-            else:
+            elif event.block_hashes[0] not in known:
                 key = place, event.block_hashes[0]
                 self._parents[key] = parent
                 self._waiting.setdefault(parent, {})[key] = event
