@@ -81,15 +81,14 @@ class ResultReader:
         if result.block_ids and max(result.block_ids) >= self._num_ids:
             raise _malformed("block_ids")
         prefix = result.num_prefix_blocks
-        num_ids = sum(result.num_new_blocks)
-        if prefix:
-            num_ids += sum(prefix)
-            for i, operation in enumerate(step.operations):
-                if operation == Operation.COMMON_PREFIX:  # counts without ids
-                    num_ids -= sum(prefix[i * self._num_groups : (i + 1) * self._num_groups])
+        num_ids = sum(result.num_new_blocks) + sum(prefix)
+        for i, operation in enumerate(step.operations if prefix else ()):
+            if operation == Operation.COMMON_PREFIX:  # counts without ids
+                num_ids -= sum(prefix[i * self._num_groups : (i + 1) * self._num_groups])
         if num_ids != len(result.block_ids):
             raise _malformed("block_ids")
-        self._check_tiers(step, result)
+        if self._num_ids > self._num_blocks:
+            self._check_tiers(step, result)
 
     def _check_tiers(self, step: Step, result: StepResult) -> None:
         """Checks that requests get blocks of the first tier only. The ids are as many as the columns say.
@@ -97,7 +96,7 @@ class ResultReader:
         An allocation whose promised hit has blocks of host memory answers the hit again, with as many blocks.
         """
         groups, first_tier = self._num_groups, self._num_blocks
-        if self._num_ids == first_tier or max(chain(step.block_ids, result.block_ids), default=0) < first_tier:
+        if max(chain(step.block_ids, result.block_ids), default=0) < first_tier:
             return
         promised_ids, block_ids = iter(step.block_ids), iter(result.block_ids)
         for i, operation in enumerate(step.operations):
