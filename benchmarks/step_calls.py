@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,7 +203,7 @@ def measure() -> dict[str, dict[str, int]]:
     }
 
 
-def excess(found: dict[str, dict[str, int]], accepted: dict[str, dict[str, int]]) -> list[str]:
+def excess(found: dict[str, dict[str, int]], accepted: Mapping[str, Mapping[str, float]]) -> list[str]:
     """What of a count is more than was accepted."""
     return [
         f"{step}: {figure} {value}, accepted {accepted[step][figure]}"
